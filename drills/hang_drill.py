@@ -128,8 +128,7 @@ def check_equal(run: Path, expected: Path) -> None:
     """Raise AssertionError if the last states, losses or ledgers differ."""
     places = [find(path) for path in (run, expected)]
     first, second = (OpenCheckpoint(place.storage, choose(place, None)) for place in places)
-    with first, second:
-        assert compare(first, second).equal, "the last state differs"
+    assert compare(first, second).equal, "the last state differs"
     others = losses(expected)
     assert all(others[step] == loss for step, loss in losses(run).items()), "losses differ"
     manifest = read_manifest(places[0].storage, choose(places[0], None))

@@ -245,8 +245,7 @@ def _losses(run: Path) -> dict[int, float]:
 def _check_equal(run: Path, expected: Path) -> None:
     places = [find(path) for path in (run, expected)]
     first, second = (OpenCheckpoint(place.storage, choose(place, None)) for place in places)
-    with first, second:
-        seen = compare(first, second)
+    seen = compare(first, second)
     assert seen.same, "no tensor was compared"
     assert not any((*seen.alone, seen.kinds, seen.values, seen.state)), f"the state differs: {seen.values}"
     losses, others = _losses(run), _losses(expected)

@@ -323,14 +323,6 @@ def _renamed(name: str) -> Act:
     return edit_manifest(lambda manifest: manifest["tensors"].update({name: manifest["tensors"].pop(WEIGHT)}))
 
 
-def _with_many_keys(manifest: dict[str, Any]) -> None:
-    manifest.update(dict.fromkeys(map(str, range(200_000)), 0))
-
-
-def _many(place: str, value: Any, number: int) -> Act:
-    return edit_manifest(lambda manifest: manifest[place].update({f"key-{index}": value for index in range(number)}))
-
-
 def _nested(depth: int) -> Act:
     return text(lambda body: body.replace('"state":{', '"state":{"deep":' + "[" * depth + "]" * depth + ",", 1))
 
@@ -343,7 +335,7 @@ def _instead(old: str, new: str) -> Act:
     return text(change)
 
 
-_SHARD_NAME = _INVALID + r"(files|parts\.file): String should match pattern"
+_SHARD_NAME = _INVALID + r"files.*: String should match pattern"
 _INTEGER = "Input should be (a valid integer|greater than or equal to|less than)"
 
 MANIFESTS: dict[str, tuple[Act, str]] = {
@@ -414,10 +406,6 @@ MANIFESTS: dict[str, tuple[Act, str]] = {
     "half of a pair": (_instead('"run":"', '"run":"\\ud800'), _INVALID),
     "a state a thousand lists deep": (_nested(1000), f"is not a manifest: RecursionError|{_INVALID}|{_NOT_WHOLE}"),
     "a state a hundred thousand lists deep": (_nested(100_000), "is not a manifest: RecursionError"),
-    "200,000 keys too many": (edit_manifest(_with_many_keys), _INVALID),
-    "200,000 tensors": (_many("tensors", {}, 200_000), _INVALID),
-    "200,000 files": (_many("files", 0, 200_000), _INVALID),
-    "200,000 metrics": (_many("metrics", "x", 200_000), _INVALID),
 }  # fmt: skip
 
 # --- grids, and the headers of files ------------------------------------------------------------------------------

@@ -602,7 +602,6 @@ def test_prune_keeps_checkpoints_by_the_config(ask: Ask, run: Path) -> None:
         "deleted": ["step-00000005", "step-00000006"],
         "aside": [],
         "bytes": sum(sizes),
-        "read": [],
         "stay": ["step-00000004", "step-00000007", "step-00000008"],
         "verified": "step-00000008",
     }
@@ -751,16 +750,6 @@ def test_if_none_verifies_none_is_deleted(ask: Ask, tmp_path: Path) -> None:
         "  step-00000002: rank-00000.safetensors: bytes "
     )
     assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_a_checkpoint_that_is_being_read_is_kept(ask: Ask, tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        _save(tmp_path, step)
-    with LocalStorage(tmp_path).read_lock("step-00000001"):
-        answer = ask("prune", tmp_path, "--keep-last", 1, "--json")
-    assert (answer.json["deleted"], answer.json["read"]) == (["step-00000002"], ["step-00000001"])
-    assert "step-00000001 could be deleted, but is being read" in answer.lines
-    assert (tmp_path / "step-00000001").is_dir()
 
 
 def test_checkpoints_moved_aside_are_deleted_on_request(ask: Ask, tmp_path: Path) -> None:

@@ -75,10 +75,9 @@ def newest(run: Path) -> Manifest:
 def assert_equal(run: Path, undisturbed: Path) -> None:
     places = [find(path) for path in (run, undisturbed)]
     first, second = (OpenCheckpoint(place.storage, choose(place, None)) for place in places)
-    with first, second:
-        found = compare(first, second)
-        assert found.same > 0
-        assert not any((found.alone[0], found.alone[1], found.kinds, found.values, found.state)), found
+    found = compare(first, second)
+    assert found.same > 0
+    assert not any((found.alone[0], found.alone[1], found.kinds, found.values, found.state)), found
     expected = losses(undisturbed)
     assert all(loss == expected[step] for step, loss in losses(run).items())
     manifest = newest(run)

@@ -53,11 +53,7 @@ def assert_same(folder: Path, other: Path) -> None:
     ]
     assert losses[0] == losses[1]
     stores = [LocalStorage(run / "checkpoints") for run in (folder, other)]
-    with (
-        OpenCheckpoint(stores[0], stores[0].names()[-1]) as one,
-        OpenCheckpoint(stores[1], stores[1].names()[-1]) as two,
-    ):
-        compared = compare(one, two)
+    compared = compare(*(OpenCheckpoint(storage, storage.names()[-1]) for storage in stores))
     assert compared.same > 0
     assert not compared.values
 

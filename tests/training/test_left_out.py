@@ -279,8 +279,7 @@ def test_a_run_that_leaves_out_the_same_by_its_config_is_equal(alone: Path, tmp_
 
 def assert_same_state(*runs: Path) -> None:
     first, second = (LocalStorage(folder / "checkpoints") for folder in runs)
-    with OpenCheckpoint(first, first.names()[-1]) as one, OpenCheckpoint(second, second.names()[-1]) as other:
-        compared = compare(one, other)
+    compared = compare(*(OpenCheckpoint(storage, storage.names()[-1]) for storage in (first, second)))
     assert not compared.values
     assert compared.same > 0
 

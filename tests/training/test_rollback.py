@@ -122,8 +122,7 @@ def ranks_of(strategy: str) -> int:
 
 def assert_same_end(folder: Path, other: Path) -> None:
     first, second = (LocalStorage(run / "checkpoints") for run in (folder, other))
-    with OpenCheckpoint(first, first.names()[-1]) as one, OpenCheckpoint(second, second.names()[-1]) as another:
-        compared = compare(one, another)
+    compared = compare(*(OpenCheckpoint(storage, storage.names()[-1]) for storage in (first, second)))
     assert not compared.values
     assert compared.same > 0
     assert losses(folder) == losses(other)

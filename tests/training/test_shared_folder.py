@@ -27,8 +27,8 @@ class Remembering:
         return self.looks < 0
 
     @contextlib.contextmanager
-    def leave_marker(self, token: str) -> Iterator[None]:
-        yield
+    def try_lock(self, name: str) -> Iterator[bool]:
+        yield True
 
 
 class SecondRank:

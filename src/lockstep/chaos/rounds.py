@@ -325,8 +325,7 @@ def _row(fault: Fault, plan: Path, code: int, undisturbed: Path, reference: Path
 def _have_equal_state(run: Path, undisturbed: Path) -> bool:
     places = [find(path) for path in (run, undisturbed)]
     first, second = (OpenCheckpoint(place.storage, choose(place, None)) for place in places)
-    with first, second:
-        compared = compare(first, second)
+    compared = compare(first, second)
     config = {key: values for key, values in compared.config.items() if key not in _MAY_DIFFER}
     state = {
         key: values for key, values in compared.state.items() if not key.startswith("data.")

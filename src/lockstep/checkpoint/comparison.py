@@ -6,7 +6,6 @@ tensors in both, of equal dtype and shape --> read, some at a time --> bitwise i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -72,27 +71,14 @@ class Comparison:
 
 
 class OpenCheckpoint:
-    """A checkpoint whose tensors can be read; use as a context manager.
-
-    Raises:
-        VerificationError: On entering and in `tensors`: it is damaged.
-    """
+    """A checkpoint whose tensors can be read. Raises VerificationError, here and in `tensors`, if it is damaged."""
 
     def __init__(self, storage: Storage, name: str) -> None:
         self._storage = storage
         self._name = name
-        self._stack = ExitStack()
-
-    def __enter__(self) -> OpenCheckpoint:
-        with ExitStack() as stack, as_verification_error(self._storage, self._name):
-            stack.enter_context(self._storage.read_lock(self._name))
-            self.manifest = read_manifest(self._storage, self._name)
-            self._reader = Reader(self._storage, self._name, self.manifest, keeps_tables=True)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        with as_verification_error(storage, name):
+            self.manifest = read_manifest(storage, name)
+        self._reader = Reader(storage, name, self.manifest, keeps_tables=True)
 
     def info(self, name: str) -> TensorInfo:
         return self.manifest.tensors[name].info

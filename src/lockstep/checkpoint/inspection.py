@@ -65,13 +65,11 @@ class PruneResult:
 
     Attributes:
         deleted: Bytes of each, by name.
-        read: Names of those that need not be kept, but are being read.
         stay: Names of all others.
         trusted: The newest that was verified; None if there was nothing to delete.
     """
 
     deleted: Mapping[str, int]
-    read: tuple[str, ...]
     stay: tuple[str, ...]
     trusted: str | None
 
@@ -177,14 +175,13 @@ def _epoch_samples(checkpoints: Sequence[ListedCheckpoint]) -> int | None:
 
 
 def verify(storage: ReadableStorage, name: str) -> VerificationResult:
-    """Read and hash a checkpoint up to the first fault; it is not deleted meanwhile."""
+    """Read and hash a checkpoint up to the first fault."""
     began, size = time.perf_counter(), 0
     fault: str | None = None
     try:
-        with storage.read_lock(name):
-            manifest = read_manifest(storage, name)
-            size = manifest.size
-            Reader(storage, name, manifest).verify()
+        manifest = read_manifest(storage, name)
+        size = manifest.size
+        Reader(storage, name, manifest).verify()
     except CorruptCheckpoint as error:
         fault = str(error)
     return VerificationResult(name, size, time.perf_counter() - began, fault)
@@ -222,7 +219,7 @@ def prune(storage: Storage, section: Checkpoint, *, dry: bool) -> PruneResult:
     """Delete what need not be kept, the oldest first. Damaged checkpoints stay.
 
     Args:
-        dry: Only report what would be deleted, including what is being read.
+        dry: Only report what would be deleted.
 
     Raises:
         VerificationError: No checkpoint verifies, so none is deleted.
@@ -234,11 +231,11 @@ def prune(storage: Storage, section: Checkpoint, *, dry: bool) -> PruneResult:
     all_damaged = bool(checkpoints) and all(entry.manifest is None for entry in checkpoints)
     trusted = _newest_that_verifies(storage, checkpoints) if deletable or all_damaged else None
     deletable = [name for name in deletable if name != trusted]  # a newer one's manifest may be intact, its tensors not
-    deleted = deletable if dry else _delete(storage, deletable)
+    if not dry:
+        _delete(storage, deletable)
     sizes = {entry.name: entry.manifest.size for entry in checkpoints if entry.manifest is not None}
     return PruneResult(
-        deleted={name: sizes[name] for name in deleted},
-        read=tuple(name for name in deletable if name not in deleted),
+        deleted={name: sizes[name] for name in deletable},
         stay=tuple(name for name in names.values() if name not in deletable),
         trusted=trusted,
     )
@@ -246,8 +243,10 @@ def prune(storage: Storage, section: Checkpoint, *, dry: bool) -> PruneResult:
 
 def prune_moved_aside(storage: Storage, *, dry: bool) -> dict[str, int]:
     """Delete the checkpoints that were moved aside; return names and bytes. Raises RunFailed, as `prune`."""
-    sizes = storage.moved_aside()
-    return {name: sizes[name] for name in (sizes if dry else _delete(storage, list(sizes)))}
+    sizes = dict(storage.moved_aside())
+    if not dry:
+        _delete(storage, list(sizes))
+    return sizes
 
 
 def _newest_that_verifies(storage: Storage, checkpoints: Sequence[ListedCheckpoint]) -> str:
@@ -262,13 +261,14 @@ def _newest_that_verifies(storage: Storage, checkpoints: Sequence[ListedCheckpoi
     )
 
 
-def _delete(storage: Storage, names: Sequence[str]) -> list[str]:
+def _delete(storage: Storage, names: Sequence[str]) -> None:
     try:
         if names and not storage.claim():
             raise RunFailed(
                 f"a run is saving to {storage.place}, and prunes by itself; --dry-run lists what would be deleted"
             )
-        return [name for name in names if storage.delete(name)]
+        for name in names:
+            storage.delete(name)
     except OSError as error:
         raise RunFailed(f"can't delete from {storage.place}: {error.strerror or error}") from error
     finally:

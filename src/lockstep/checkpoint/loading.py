@@ -11,7 +11,6 @@ memory is read by each.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -75,8 +74,7 @@ def load_newest(
     if isinstance(names, str):
         raise RunFailed(names)
     for name in names:
-        with storage.read_lock(name) if axis.rank == 0 else nullcontext():  # all ranks are done before rank 0 is
-            loaded = _load(storage, axis, live, name, check)
+        loaded = _load(storage, axis, live, name, check)
         if not isinstance(loaded, str):
             return LoadedCheckpoint(*loaded, broken)
         broken[name] = loaded

@@ -12,18 +12,21 @@ checkpoints/
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 from weakref import WeakSet
 
 from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
-from lockstep.checkpoint.patience import repeated
 from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, read_small
 from lockstep.core.errors import RunFailed
 from lockstep.core.files import exists_anew, flush, is_same_file
@@ -31,6 +34,18 @@ from lockstep.core.files import exists_anew, flush, is_same_file
 _LOCK = ".lock"
 _PUBLISHED, _DRAFT, _DELETED, _MARKER = "step-", ".draft-", ".deleted-", ".witness-"
 _CHUNK_BYTES = 2**24
+_GONE = {
+    number
+    for number, name in errno.errorcode.items()
+    if name
+    in (
+        "EIO", "ESTALE", "ETIMEDOUT", "EREMOTEIO", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH", "ENOTCONN",
+        "ECONNREFUSED", "ECONNRESET", "ECONNABORTED", "ESHUTDOWN", "ENODEV", "ENXIO", "EROFS", "ENOLINK", "EPROTO",
+    )
+}  # fmt: skip
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_R = TypeVar("_R")
+_log = logging.getLogger("lockstep.checkpoint")
 
 
 class LocalStorage:
@@ -111,6 +126,7 @@ class LocalStorage:
 
     @contextlib.contextmanager
     def try_lock(self, name: str) -> Iterator[bool]:
+        self._make()
         lock = self._folder / f"{_MARKER}{name}"
         try:
             lock.mkdir()
@@ -126,20 +142,6 @@ class LocalStorage:
         path = self._folder / name / file
         return repeated(lambda: LocalFile(path, self._retry_seconds), self._retry_seconds, path)
 
-    @contextlib.contextmanager
-    def read_lock(self, name: str) -> Iterator[None]:
-        try:
-            handle = _open_file(self._folder / name / MANIFEST)
-        except OSError:  # reading it will report what is wrong
-            yield
-            return
-        try:
-            with contextlib.suppress(OSError):  # no locks on this file system: keep_last must be large enough
-                fcntl.flock(handle, fcntl.LOCK_SH)
-            yield
-        finally:
-            _close_quietly(handle)
-
     def replace_manifest(self, name: str, manifest: bytes) -> None:
         new, target = self._folder / f"{self._draft_prefix}{name}-{MANIFEST}", self._folder / name / MANIFEST
 
@@ -150,15 +152,11 @@ class LocalStorage:
 
         repeated(replace, self._retry_seconds, target)
 
-    def delete(self, name: str) -> bool:
-        path = self._folder / name
-        if _is_being_read(path / MANIFEST):
-            return False
+    def delete(self, name: str) -> None:
         deleted = self._folder / f"{_DELETED}{name}"
         _remove(deleted)
-        path.rename(deleted)
+        (self._folder / name).rename(deleted)
         _remove(deleted)
-        return True
 
     def move_aside(self, name: str, prefix: str) -> str:
         target, number = self._folder / f"{prefix}-{name}", 2
@@ -198,18 +196,8 @@ class LocalStorage:
                 if entry.name.startswith((_DRAFT, _DELETED, _MARKER)):
                     _remove(entry)
 
-    @contextlib.contextmanager
-    def leave_marker(self, token: str) -> Iterator[None]:
-        self._make()
-        marker = self._folder / f"{_MARKER}{token}"
-        marker.touch()
-        try:
-            yield
-        finally:
-            marker.unlink(missing_ok=True)
-
-    def has_marker(self, token: str) -> bool:
-        return exists_anew(self._folder / f"{_MARKER}{token}")
+    def has_marker(self, name: str) -> bool:
+        return exists_anew(self._folder / f"{_MARKER}{name}")
 
     def _make(self) -> None:
         """Make the folder, and flush the names that lead to it: a checkpoint in it survives a power failure."""
@@ -318,25 +306,27 @@ def _close_quietly(handle: int) -> None:
         os.close(handle)
 
 
-def _is_being_read(manifest: Path) -> bool:
-    try:
-        handle = _open_file(manifest)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
-    return False
-
-
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+def repeated(call: Callable[[], _R], seconds: float, place: object) -> _R:
+    """Return what `call` returns; while its file system is gone (not if it is full), repeat it. Raises OSError."""
+    began, pause = time.monotonic(), _FIRST_PAUSE_S
+    while True:
+        try:
+            result = call()
+        except OSError as error:
+            if error.errno not in _GONE or time.monotonic() - began + pause > seconds:
+                raise
+            if pause == _FIRST_PAUSE_S:
+                reason = error.strerror or str(error)
+                _log.warning("%s: %s; it is tried again for %g s (checkpoint.retry_seconds)", place, reason, seconds)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        else:
+            return result

@@ -78,22 +78,21 @@ class ObjectStorage:
         if self.has_marker(name):
             yield False
             return
-        with self.leave_marker(name):
+        self._store.write(f"{_MARKER}{name}", memoryview(b"1"))
+        try:
             yield True
+        finally:
+            self._store.delete([f"{_MARKER}{name}"])
 
     def open(self, name: str, file: str) -> StoredObject:
         return StoredObject(self._store, f"{name}/{file}".lstrip("/"))
 
-    @contextlib.contextmanager
-    def read_lock(self, name: str) -> Iterator[None]:
-        yield
-
     def replace_manifest(self, name: str, manifest: bytes) -> None:
         self._store.write(f"{name}/{MANIFEST}", memoryview(manifest))
 
-    def delete(self, name: str) -> bool:
-        self._delete(name)
-        return True
+    def delete(self, name: str) -> None:
+        # the manifest first: without it the checkpoint no longer exists
+        self._store.delete(sorted(self._store.sizes(f"{name}/"), key=lambda key: not key.endswith(MANIFEST)))
 
     def move_aside(self, name: str, prefix: str) -> str:
         target, number = f"{prefix}-{name}", 2
@@ -101,7 +100,7 @@ class ObjectStorage:
             target, number = f"{prefix}-{name}-{number}", number + 1
         for key in self._store.sizes(f"{name}/"):
             self._store.copy(key, f"{target}/{key.removeprefix(f'{name}/')}")
-        self._delete(name)
+        self.delete(name)
         return f"{self.place}/{target}"
 
     def claim(self) -> bool:
@@ -119,20 +118,8 @@ class ObjectStorage:
                 if name.startswith(_MARKER) or (folder.startswith(_PUBLISHED) and folder not in published):
                     self._store.delete([name])
 
-    @contextlib.contextmanager
-    def leave_marker(self, token: str) -> Iterator[None]:
-        self._store.write(f"{_MARKER}{token}", memoryview(b"1"))
-        try:
-            yield
-        finally:
-            self._store.delete([f"{_MARKER}{token}"])
-
-    def has_marker(self, token: str) -> bool:
-        return f"{_MARKER}{token}" in self._store.sizes(f"{_MARKER}{token}")
-
-    def _delete(self, name: str) -> None:
-        """Delete the manifest first: without it the checkpoint no longer exists."""
-        self._store.delete(sorted(self._store.sizes(f"{name}/"), key=lambda key: not key.endswith(MANIFEST)))
+    def has_marker(self, name: str) -> bool:
+        return f"{_MARKER}{name}" in self._store.sizes(f"{_MARKER}{name}")
 
 
 class ObjectDraft:

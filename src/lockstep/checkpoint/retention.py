@@ -2,7 +2,7 @@
 
     the newest `keep_last`  +  the first of each `keep_every`  +  the best one      the others are deleted, oldest first
 
-A checkpoint that is being read stays until the next save. The newest is always kept.
+The newest is always kept.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class Retention:
                 newer = [later for later in sorted(names, reverse=True) if later > step]
                 if step not in names or not any(self._verifies(names[later]) for later in newer):
                     continue
-                if self._storage.delete(names[step]):
-                    del entries[step]
-                    _log.warning("the disk is full: %s was deleted so that a newer one can be saved", names[step])
-                    return True
+                self._storage.delete(names[step])
+                del entries[step]
+                _log.warning("the disk is full: %s was deleted so that a newer one can be saved", names[step])
+                return True
         except OSError as error:
             _log.warning("old checkpoints in %s could not be deleted: %s", self._storage.place, error)
         return False
@@ -102,7 +102,8 @@ class Retention:
         entries, names = self._known(), names_by_step(self._storage.names())
         deleted = []
         for step in steps_to_delete(entries, self._section, self._epoch_samples):
-            if step in names and self._storage.delete(names[step]):
+            if step in names:
+                self._storage.delete(names[step])
                 del entries[step]
                 deleted.append(step)
         return deleted

@@ -69,9 +69,6 @@ class ReadableStorage(Protocol):
     def open(self, name: str, file: str) -> StoredFile:
         """Open a file of a published checkpoint, or one beside them (name: ""). Raises OSError."""
 
-    def read_lock(self, name: str) -> AbstractContextManager[None]:
-        """Keep the checkpoint from being deleted while the block runs."""
-
 
 class Storage(ReadableStorage, Protocol):
     """A place for the checkpoints of one run."""
@@ -88,14 +85,14 @@ class Storage(ReadableStorage, Protocol):
     def try_lock(self, name: str) -> AbstractContextManager[bool]:
         """Enter a block that one process at a time runs; the value is whether it is this one. Raises OSError.
 
-        Meanwhile `has_marker(name)` is true.
+        Meanwhile `has_marker(name)` is true on all hosts that share this place.
         """
 
     def replace_manifest(self, name: str, manifest: bytes) -> None:
         """Replace the manifest of a published checkpoint: it always has the old or the new one. Raises OSError."""
 
-    def delete(self, name: str) -> bool:
-        """Delete a checkpoint; return False if it is being read, and stays. Raises OSError."""
+    def delete(self, name: str) -> None:
+        """Delete a checkpoint. Raises OSError."""
 
     def move_aside(self, name: str, prefix: str) -> str:
         """Rename a checkpoint: no run resumes from it or deletes it. Return where it is. Raises OSError."""
@@ -115,10 +112,7 @@ class Storage(ReadableStorage, Protocol):
     def remove_stale_drafts(self) -> None:
         """Remove what earlier processes have left unfinished. Never raises."""
 
-    def leave_marker(self, token: str) -> AbstractContextManager[None]:
-        """Make `has_marker(token)` true on all hosts that share this place while the block runs. Raises OSError."""
-
-    def has_marker(self, token: str) -> bool: ...
+    def has_marker(self, name: str) -> bool: ...
 
 
 def read_small(file: StoredFile, max_bytes: int) -> bytes:

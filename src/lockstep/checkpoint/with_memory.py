@@ -7,14 +7,14 @@ memory                                  step-00000470                 step-00000
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.storage import names_by_step
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.local import LocalStorage
-    from lockstep.checkpoint.storage import ReadableStorage, Storage, StoredFile
+    from lockstep.checkpoint.storage import Storage, StoredFile
 
 
 class WithMemory:
@@ -45,17 +45,11 @@ class WithMemory:
         return [*durable, *self._memory.names()]
 
     def open(self, name: str, file: str) -> StoredFile:
-        return self._with(name).open(name, file)
-
-    def read_lock(self, name: str) -> AbstractContextManager[None]:
-        return self._with(name).read_lock(name)
+        return (self._memory if name in self._memory.names() else self._storage).open(name, file)
 
     def is_near(self, name: str) -> bool:
         """Return whether a checkpoint is in the memory of this host, which is that of all ranks."""
         return self._is_shared and name in self._memory.names()
-
-    def _with(self, name: str) -> ReadableStorage:
-        return self._memory if name in self._memory.names() else self._storage
 
 
 def drop(memory: LocalStorage, is_dropped: Callable[[int, str], bool]) -> None:

@@ -174,8 +174,7 @@ def _diff(arguments: Sequence[str]) -> int:
     paths = args.checkpoints * (1 if args.steps is None else 2)
     places = [find(path) for path in paths]
     names = [choose(place, at) for place, at in zip(places, args.steps or (None, None), strict=True)]
-    with OpenCheckpoint(places[0].storage, names[0]) as first, OpenCheckpoint(places[1].storage, names[1]) as second:
-        comparison = compare(first, second)
+    comparison = compare(*(OpenCheckpoint(place.storage, name) for place, name in zip(places, names, strict=True)))
     shown = [place.where(name) for place, name in zip(places, names, strict=True)]
     _print(ckpt_text.compared(shown, comparison))
     if args.json:
@@ -188,8 +187,8 @@ def _diff(arguments: Sequence[str]) -> int:
 
 def _prune(arguments: Sequence[str]) -> int:
     summary = (
-        "Deletes all checkpoints but those of checkpoint.keep_last, keep_every and best. The newest that verifies is\n"
-        "kept, and so are those being read. Exit code 3: none verifies, so none was deleted."
+        "Deletes all checkpoints but those of checkpoint.keep_last, keep_every and best. The newest that verifies\n"
+        "is kept. Exit code 3: none verifies, so none was deleted."
     )
     parser = _parser("prune", summary)
     parser.add_argument("--keep-last", type=whole, metavar="N", help="instead of checkpoint.keep_last")

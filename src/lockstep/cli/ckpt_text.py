@@ -290,7 +290,6 @@ def pruned(result: PruneResult, aside: Mapping[str, int], *, dry: bool) -> Lines
     kept = f"{len(result.stay)} {'is' if len(result.stay) == 1 else 'are'} kept"
     return [
         *(f"{verb} {name}, {formatting.size(size)}" for name, size in deleted.items()),
-        *(f"{name} could be deleted, but is being read" for name in result.read),
         f"{verb} {len(deleted) or 'none'} ({formatting.size(sum(deleted.values()))}); {kept}{verified}",
     ]
 
@@ -301,7 +300,6 @@ def pruned_json(result: PruneResult, aside: Mapping[str, int], *, dry: bool) -> 
         "deleted": list(result.deleted),
         "aside": list(aside),
         "bytes": sum(result.deleted.values()) + sum(aside.values()),
-        "read": list(result.read),
         "stay": list(result.stay),
         "verified": result.trusted,
     }

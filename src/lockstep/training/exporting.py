@@ -372,16 +372,15 @@ def _read_model(storage: Storage, step: int | None, *, optimizer: bool) -> _Save
     broken: dict[str, str] = {}
     for name in [names[known] for known in sorted(names, reverse=True) if step in (None, known)]:
         try:
-            with storage.read_lock(name):
-                manifest = read_manifest(storage, name)
-                tied = dict(manifest.state.get("sharding", {}).get("tied", {}))
-                model = _read_tensors(storage, name, manifest, _MODEL)
-                others = _read_tensors(storage, name, manifest, OPTIMIZER) if optimizer else {}
-                tensors = {key.removeprefix(_MODEL): tensor for key, tensor in model.items()}
-                if not optimizer:  # which goes with the weights that are trained
-                    evaluated = _read_tensors(storage, name, manifest, _EVALUATED)
-                    tensors |= {key.removeprefix(_EVALUATED): tensor for key, tensor in evaluated.items()}
-                return _SavedModel(name, manifest, tensors, tied, others, broken)
+            manifest = read_manifest(storage, name)
+            tied = dict(manifest.state.get("sharding", {}).get("tied", {}))
+            model = _read_tensors(storage, name, manifest, _MODEL)
+            others = _read_tensors(storage, name, manifest, OPTIMIZER) if optimizer else {}
+            tensors = {key.removeprefix(_MODEL): tensor for key, tensor in model.items()}
+            if not optimizer:  # which goes with the weights that are trained
+                evaluated = _read_tensors(storage, name, manifest, _EVALUATED)
+                tensors |= {key.removeprefix(_EVALUATED): tensor for key, tensor in evaluated.items()}
+            return _SavedModel(name, manifest, tensors, tied, others, broken)
         except CorruptCheckpoint as fault:
             broken[name] = str(fault)
     raise _no_usable_checkpoint(storage, broken)

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.inspection import is_checkpoint
-from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.local import LocalStorage, repeated
 from lockstep.checkpoint.objects import ObjectStorage
-from lockstep.checkpoint.patience import repeated
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.trust import GIVEN, id_of_run
 from lockstep.core.errors import ConfigError, Problem, RunFailed

@@ -182,7 +182,7 @@ def _probe(checkpoint: Checkpoint) -> None:
     def tried() -> str:
         try:
             storage = storage_of(checkpoint.model_copy(update={"retry_seconds": seconds}), Path())
-            with reachable(storage), storage.leave_marker(uuid.uuid4().hex):
+            with reachable(storage), storage.try_lock(uuid.uuid4().hex):
                 storage.names()
         except ConfigError as error:
             return str(error)

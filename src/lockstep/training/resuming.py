@@ -229,7 +229,7 @@ def refuse_local_storage(storage: Storage, axis: Axis, timeout: float) -> None:
     """
     token = cast("str", axis.broadcast(uuid.uuid4().hex))
     if axis.rank == 0:
-        with storage.leave_marker(token):
+        with storage.try_lock(token):
             axis.barrier()
             seen = axis.gather(True)
     else:

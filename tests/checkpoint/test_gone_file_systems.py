@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit.storing import save, state_of
 
-from lockstep.checkpoint import patience
+from lockstep.checkpoint import local
 from lockstep.checkpoint.inspection import verify_all
 from lockstep.checkpoint.local import LocalStorage
 
@@ -21,7 +21,7 @@ STATE = [state_of({"model.a": torch.ones(8, 4)})]
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Make the first calls of a function of `os` fail; pauses take no time."""
-    monkeypatch.setattr(patience, "_FIRST_PAUSE_S", 1e-4)
+    monkeypatch.setattr(local, "_FIRST_PAUSE_S", 1e-4)
 
     def fail(name: str, number: int, calls: int) -> None:
         function, left = getattr(os, name), [calls]
