@@ -10,17 +10,13 @@ descriptions themselves only where they differ: between the stages of a pipeline
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint import hashing
-from lockstep.checkpoint.shard_grid import Interval
-from lockstep.core.errors import RunFailed
+from lockstep.checkpoint.shard_grid import Interval, flat_index
 from lockstep.distributed.generators import PREFIX
 from lockstep.distributed.shard_boxes import (
     Box,
@@ -61,11 +57,6 @@ class MeshSharding:
     strides: tuple[int, ...]
     length: int | None = None
 
-    @property
-    def cells(self) -> int:
-        """Number of shards, some perhaps empty."""
-        return prod(size for size, dim in zip(self.sizes, self.dims, strict=True) if dim is not None)
-
     def axes(self) -> list[tuple[int, int]]:
         """Return the size and the dim of each axis that shards."""
         return [(size, dim) for size, dim in zip(self.sizes, self.dims, strict=True) if dim is not None]
@@ -79,20 +70,13 @@ class MeshSharding:
     def ranks_of(self, replica: Sequence[int | None], ranks: Sequence[int]) -> list[int]:
         """Return the ranks of a replica, in row-major order of the axes that shard."""
         chosen = product(*(range(size) if at is None else (at,) for size, at in zip(self.sizes, replica, strict=True)))
-        return [ranks[_row_major(coordinate, self.sizes)] for coordinate in chosen]
+        return [ranks[flat_index(coordinate, self.sizes)] for coordinate in chosen]
 
     def intervals(self, length: int, axes: Sequence[int]) -> list[Interval]:
         """Return the intervals of a dim of `length` along some of the axes that shard."""
         sharding = [axis for axis, dim in enumerate(self.dims) if dim is not None]
         chosen = [sharding[axis] for axis in axes]
         return mesh_intervals(length, [self.sizes[axis] for axis in chosen], [self.strides[axis] for axis in chosen])
-
-
-def _row_major(coordinate: Sequence[int], sizes: Sequence[int]) -> int:
-    index = 0
-    for position, size in zip(coordinate, sizes, strict=True):
-        index = index * size + position
-    return index
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +172,7 @@ class Inventories:
 
 def gather_inventories(local: Inventory, axis: Axis) -> Inventories:
     """Return what all ranks hold. All ranks together."""
-    text = json.dumps([local.table.rows, [_listed(sharding) for sharding in local.table.shardings]]).encode()
-    mine = hashing.hash_bytes(text), [_as_range(ranks) for ranks in local.meshes], dict(local.own)
+    mine = hashing.hash_bytes(repr(local.table).encode()), [_as_range(ranks) for ranks in local.meshes], dict(local.own)
     everywhere = cast("list[tuple[str, list[Any], dict[str, OwnTensor]]]", axis.gather(mine))
     ranks_of: dict[str, list[int]] = {}
     for rank, (digest, _, _) in enumerate(everywhere):
@@ -197,8 +180,8 @@ def gather_inventories(local: Inventory, axis: Axis) -> Inventories:
     tables = [local.table]
     if len(ranks_of) > 1:
         is_first = ranks_of[mine[0]][0] == axis.rank
-        texts = cast("list[bytes | None]", axis.gather(zlib.compress(text, 1) if is_first else None))
-        tables = [_parsed(texts[ranks[0]]) for ranks in ranks_of.values()]
+        gathered = cast("list[InventoryTable]", axis.gather(local.table if is_first else None))
+        tables = [gathered[ranks[0]] for ranks in ranks_of.values()]
     meshes = [tuple(tuple(ranks) for ranks in of_rank) for _, of_rank, _ in everywhere]
     return Inventories(tables, list(ranks_of.values()), meshes, [own for _, _, own in everywhere])
 
@@ -208,20 +191,3 @@ def _as_range(ranks: tuple[int, ...]) -> range | tuple[int, ...]:
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     steps = range(ranks[0], ranks[-1] + (1 if step > 0 else -1), step) if step else range(0)
     return steps if tuple(steps) == ranks else ranks
-
-
-def _listed(sharding: MeshSharding) -> list[Any]:
-    return [sharding.mesh, sharding.sizes, sharding.dims, sharding.strides, sharding.length]
-
-
-def _parsed(text: bytes | None) -> InventoryTable:
-    if text is None:
-        raise RunFailed("a rank that is the first with its part of the model has not described it")
-    rows, shardings = json.loads(zlib.decompress(text))
-    return InventoryTable(
-        tuple((name, dtype, tuple(shape), index) for name, dtype, shape, index in rows),
-        tuple(
-            MeshSharding(mesh, tuple(sizes), tuple(dims), tuple(strides), length)
-            for mesh, sizes, dims, strides, length in shardings
-        ),
-    )

@@ -31,15 +31,14 @@ from lockstep.checkpoint.rank_records import (
 )
 from lockstep.checkpoint.save_planner import SavePlanner
 from lockstep.checkpoint.saving import RunMetadata, StepMetadata, failure_reason
-from lockstep.checkpoint.snapshot import Snapshot, snapshot_of
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
-from lockstep.core.collection import paused_collection
 from lockstep.core.errors import RunFailed
 
 if TYPE_CHECKING:
     import torch
 
     from lockstep.checkpoint.local import LocalStorage
+    from lockstep.checkpoint.snapshot import Snapshot
     from lockstep.checkpoint.storage import Draft
     from lockstep.core.protocols import Axis
     from lockstep.core.records import TrainingState
@@ -77,7 +76,6 @@ class MemorySaver:
         self._device = device
         self._run_metadata = run_metadata
         self._planner = SavePlanner(axis)
-        self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
         self._incomplete: Draft | None = None
         self._lost = self._worked = 0.0
@@ -105,13 +103,7 @@ class MemorySaver:
             began: When training was interrupted for it, as `time.perf_counter` returns it.
         """
         self.finish()
-        with paused_collection():
-            layout = self._planner.layout(state.tensors)
-            if self._snapshot is None or self._snapshot.layout != layout:
-                self._snapshot = None  # frees its memory before more is allocated
-                self._snapshot = snapshot_of(state.tensors, self._device, layout)
-            snapshot = self._snapshot
-            snapshot.begin(state.tensors, state.changes_in_forward)
+        snapshot = self._planner.snapshot(state, self._device)
         self._thread = threading.Thread(target=self._write, args=(snapshot, metadata), name="snapshot", daemon=True)
         self._thread.start()
         self._lost = time.perf_counter() - began

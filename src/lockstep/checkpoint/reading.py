@@ -8,7 +8,7 @@ covers a whole block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 _THREADS = 4  # hashing and reading release the interpreter lock
 _FEW_BYTES = 2**25  # are read before the threads would have started
-_MAX_RUN_BYTES = 2**22  # of small parts that are read with one call
 
 
 def read_manifest(storage: ReadableStorage, name: str) -> Manifest:
@@ -71,8 +70,6 @@ class ReadItem:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A saved box of a tensor: where it is, and what its bytes are."""
-
     name: str
     file: str
     box: Box
@@ -109,7 +106,7 @@ class Reader:
                 with self._opened(file):
                     jobs = [(item, self._part(item.name, file, box)) for item, box in wanted.pop(file)]
                     jobs.sort(key=lambda job: job[1].stored.at)
-                    for _ in each(self._read_run, _runs(jobs)):
+                    for _ in each(self._read_part, *zip(*jobs, strict=True)):
                         pass
 
     def verify(self) -> None:
@@ -119,20 +116,21 @@ class Reader:
             file = shard_file(rank)
             with self._opened(file) as table:
                 num_parts = 0
-                for part in self._parts_of_rank(rank):
+                boxes = (
+                    (name, box)
+                    for name, entry in self._manifest.tensors.items()
+                    for box in self._manifest.grid_of(name).boxes_of(rank, entry.shape)
+                )
+                for name, box in boxes:
                     num_parts += 1
+                    part = self._part(name, file, box)
                     for start in range(0, part.stored.size, hashing.BLOCK_BYTES):
-                        self._read_block(part, start, scratch[: part.stored.size - start])
+                        self._read_blocks(part, start, scratch[: part.stored.size - start])
                 if num_parts != len(table):
                     reason = f"it has {len(table):,} parts, of which the manifest has {num_parts:,}"
                     raise CorruptCheckpoint(file, reason)
 
     # --- where parts are ------------------------------------------------------------------------------------------
-
-    def _parts_of_rank(self, rank: int) -> Iterator[_Part]:
-        for name, entry in self._manifest.tensors.items():
-            for box in self._manifest.grid_of(name).boxes_of(rank, entry.shape):
-                yield self._part(name, shard_file(rank), box)
 
     def _part(self, name: str, file: str, box: Box) -> _Part:
         assert self._table is not None, "the file is open"
@@ -169,21 +167,6 @@ class Reader:
 
     # --- their bytes ----------------------------------------------------------------------------------------------
 
-    def _read_run(self, jobs: Sequence[tuple[ReadItem, _Part]]) -> None:
-        """Read parts that follow each other in a file, small ones with one call."""
-        if len(jobs) == 1:
-            self._read_part(*jobs[0])
-            return
-        first, last = jobs[0][1].stored, jobs[-1][1].stored
-        memory = memoryview(bytearray(last.at + last.size - first.at))
-        self._fill(jobs[0][1].file, first.at, memory)
-        for item, part in jobs:
-            start = part.stored.at - first.at
-            data = memory[start : start + part.stored.size]
-            for block in range(0, len(data), hashing.BLOCK_BYTES):
-                self._check(part, block, data[block : block + hashing.BLOCK_BYTES])
-            _copy_overlap(data, part.box, part, item)
-
     def _read_part(self, item: ReadItem, part: _Part) -> None:
         if part.box == item.box:
             self._read_blocks(part, 0, _bytes(item.into))
@@ -199,15 +182,16 @@ class Reader:
         self._read_blocks(part, start, memoryview(memory))
         _copy_overlap(memoryview(memory)[first - start : stop - start], overlap, part, item)
 
-    def _read_blocks(self, part: _Part, start: int, into: memoryview) -> None:
+    def _read_blocks(self, part: _Part, first: int, into: memoryview) -> None:
+        """Read the blocks of a part that begin at its byte `first`. Raises CorruptCheckpoint if one was changed."""
         for offset in range(0, len(into), hashing.BLOCK_BYTES):
-            self._read_block(part, start + offset, into[offset:])
-
-    def _read_block(self, part: _Part, start: int, into: memoryview) -> None:
-        """Read the block of a part that begins at its byte `start` into the beginning of `into`."""
-        data = into[: hashing.BLOCK_BYTES]
-        self._fill(part.file, part.stored.at + start, data)
-        self._check(part, start, data)
+            start, data = first + offset, into[offset : offset + hashing.BLOCK_BYTES]
+            at = part.stored.at + start
+            self._fill(part.file, at, data)
+            digest = self._hasher(part.file).hash_block(part.name, start, data)
+            if digest != part.stored.blocks[start // hashing.BLOCK_BYTES]:
+                reason = f"bytes {at:,} to {at + len(data):,}, of {part.name}, are not what was written"
+                raise CorruptCheckpoint(part.file, reason)
 
     def _fill(self, file: str, at: int, data: memoryview) -> None:
         assert self._file is not None, "the file is open"
@@ -215,18 +199,6 @@ class Reader:
             self._file.read(at, data)
         except OSError as error:
             raise CorruptCheckpoint(file, error.strerror or str(error)) from None
-
-    def _check(self, part: _Part, start: int, data: memoryview) -> None:
-        """Raise CorruptCheckpoint unless the block of a part that begins at its byte `start` is what was written."""
-        if (
-            len(data)
-            and self._hasher(part.file).hash_block(part.name, start, data)
-            != part.stored.blocks[start // hashing.BLOCK_BYTES]
-        ):
-            first = part.stored.at + start
-            raise CorruptCheckpoint(
-                part.file, f"bytes {first:,} to {first + len(data):,}, of {part.name}, are not what was written"
-            )
 
     def _hasher(self, file: str) -> BlockHasher:
         return BlockHasher(self._manifest.run, self._manifest.step, file)
@@ -242,33 +214,14 @@ def _map_for(size: int) -> Iterator[Callable[..., Iterator[None]]]:
         yield pool.map
 
 
-def _runs(jobs: Sequence[tuple[ReadItem, _Part]]) -> Iterator[Sequence[tuple[ReadItem, _Part]]]:
-    """Split jobs in the order of files into runs that one call reads: small parts that follow each other."""
-    begin = 0
-    for index in range(1, len(jobs) + 1):
-        first, before = jobs[begin][1], jobs[index - 1][1].stored
-        if index < len(jobs):
-            part = jobs[index][1]
-            follows = part.file == first.file and part.stored.at in (before.at, before.at + before.size)
-            if follows and part.stored.at + part.stored.size - first.stored.at <= _MAX_RUN_BYTES:
-                continue
-        yield jobs[begin:index]
-        begin = index
-
-
 def _copy_overlap(rows: memoryview, overlap: Box, part: _Part, item: ReadItem) -> None:
     """Copy an overlap from the rows of a part that have it, whatever the other dims of the part."""
     import torch
 
-    if overlap == part.box == item.box:
-        _bytes(item.into)[:] = rows
-        return
     saved = torch.frombuffer(rows, dtype=torch.uint8).clone().view(item.into.dtype)
-    needed = part.box.meets(item.box)
-    assert needed is not None
     offsets = (overlap.offsets[0], *part.box.offsets[1:])
     box = Box(offsets, (overlap.sizes[0], *part.box.sizes[1:]))
-    item.into[needed.within(item.box)] = saved.view(box.sizes)[needed.within(box)]
+    item.into[overlap.within(item.box)] = saved.view(box.sizes)[overlap.within(box)]
 
 
 def _bytes(tensor: Tensor) -> memoryview:

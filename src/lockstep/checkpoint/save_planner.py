@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint.file_layout import FileLayout, file_layout
 from lockstep.checkpoint.inventory import Inventory, gather_inventories, inventory
 from lockstep.checkpoint.manifest import ELEMENT_BYTES
+from lockstep.checkpoint.snapshot import Snapshot, snapshot_of
 from lockstep.checkpoint.write_plan import WritePlan
+from lockstep.core.collection import paused_collection
 from lockstep.distributed.shard_boxes import ShardLike
 
 if TYPE_CHECKING:
     import torch
 
     from lockstep.core.protocols import Axis
+    from lockstep.core.records import TrainingState
 
 
 class SavePlanner:
@@ -27,12 +30,27 @@ class SavePlanner:
         self._inventory: Inventory | None = None
         self._plan: WritePlan | None = None
         self._layout: FileLayout | None = None
+        self._snapshot: Snapshot | None = None
 
     @property
     def plan(self) -> WritePlan:
         """The plan of the last save."""
         assert self._plan is not None, "a save is planned first"
         return self._plan
+
+    def snapshot(self, state: TrainingState, device: torch.device) -> Snapshot:
+        """Begin a copy of the state, in the memory of the one before if it fits; a collective."""
+        with paused_collection():
+            layout = self.layout(state.tensors)
+            if self._snapshot is None or self._snapshot.layout != layout:
+                self._snapshot = None  # frees its memory before more is allocated
+                self._snapshot = snapshot_of(state.tensors, device, layout)
+            self._snapshot.begin(state.tensors, state.changes_in_forward)
+            return self._snapshot
+
+    def free(self) -> None:
+        """Free the memory of the snapshot."""
+        self._snapshot = None
 
     def layout(self, tensors: Mapping[str, Any]) -> FileLayout:
         """Return what this rank writes of a state with these tensors; a collective."""

@@ -24,9 +24,7 @@ from lockstep.checkpoint.manifest import amended
 from lockstep.checkpoint.rank_records import encoded, manifest_of, taken_record, write_rank_file, write_record
 from lockstep.checkpoint.reading import checked_manifest, manifest_bytes
 from lockstep.checkpoint.save_planner import SavePlanner
-from lockstep.checkpoint.snapshot import Snapshot, snapshot_of
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
-from lockstep.core.collection import paused_collection
 from lockstep.core.deferred_signals import DEFERRAL
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import SaveReport
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.checkpoint.manifest import FileEntry, Manifest
+    from lockstep.checkpoint.snapshot import Snapshot
     from lockstep.checkpoint.storage import Draft, Storage
     from lockstep.core.protocols import Axis
     from lockstep.core.records import TrainingState
@@ -119,7 +118,6 @@ class Saver:
         self._make_room = make_room
         self._flush_history = flush_history
         self._planner = SavePlanner(axis)
-        self._snapshot: Snapshot | None = None
         self._save: _Save | None = None
         self._started = 0
         self._settled = 0
@@ -142,13 +140,7 @@ class Saver:
         began = time.perf_counter()
         self.finish()
         finished()
-        with paused_collection():
-            layout = self._planner.layout(state.tensors)
-            if self._snapshot is None or self._snapshot.layout != layout:
-                self._snapshot = None  # frees its memory before more is allocated
-                self._snapshot = snapshot_of(state.tensors, self._device, layout)
-            snapshot = self._snapshot
-            snapshot.begin(state.tensors, state.changes_in_forward)
+        snapshot = self._planner.snapshot(state, self._device)
         save = _Save(metadata, snapshot, began)
         with DEFERRAL.held():
             save.run_in_background(self._write)
@@ -225,7 +217,7 @@ class Saver:
         save, self._save = self._save, None
         if save is not None:
             save.join()
-        self._snapshot = None
+        self._planner.free()
 
     def join(self) -> None:
         """Wait for what this rank does of the save in progress."""

@@ -62,8 +62,8 @@ class Grid:
             starts = self.cuts[0][1]
             last = tuple(offset + size - 1 for offset, size in zip(box.offsets, box.sizes, strict=True))
             cells = range(
-                bisect_right(starts, _flat_index(box.offsets, shape)) - 1,
-                bisect_right(starts, _flat_index(last, shape)),
+                bisect_right(starts, flat_index(box.offsets, shape)) - 1,
+                bisect_right(starts, flat_index(last, shape)),
             )
             for cell in cells:
                 yield from (
@@ -112,7 +112,8 @@ class Grid:
         return None
 
 
-def _flat_index(index: Sequence[int], shape: Sequence[int]) -> int:
+def flat_index(index: Sequence[int], shape: Sequence[int]) -> int:
+    """Return the place of an index in row-major order."""
     flat = 0
     for position, length in zip(index, shape, strict=True):
         flat = flat * length + position
@@ -136,37 +137,26 @@ def mesh_grid(
         ranks: Those of the mesh, in row-major order of these axes.
         intervals: Returns the interval of each coordinate along the axes that shard a dim.
     """
-    dims = sorted({dim for _, dim in axes})
-    along = {dim: [axis for axis, (_, of) in enumerate(axes) if of == dim] for dim in dims}
-    by_dim = {dim: intervals(dim, tuple(along[dim])) for dim in dims}
-    cuts = tuple((dim, _starts(name, shape, dim, by_dim[dim])) for dim in dims)
-    index_of = {dim: {start: index for index, start in enumerate(starts)} for dim, starts in cuts}
-    cells = [-1] * prod(len(starts) for _, starts in cuts)
+    along = {dim: [axis for axis, (_, of) in enumerate(axes) if of == dim] for _, dim in axes}
+    by_dim = {dim: intervals(dim, tuple(along[dim])) for dim in along}
+    rank_of: dict[Box, int] = {}
     for rank, coordinate in zip(ranks, product(*(range(size) for size, _ in axes)), strict=True):
-        cell = 0
-        for dim, starts in cuts:
-            position = 0
-            for axis in along[dim]:
-                position = position * axes[axis][0] + coordinate[axis]
-            start, size = by_dim[dim][position]
-            if not size:
-                break
-            cell = cell * len(starts) + index_of[dim][start]
-        else:
-            cells[cell] = rank
-    if -1 in cells:
-        raise _not_whole(name, shape)
-    return Grid(cuts, tuple(cells))
+        offsets, sizes = [0] * len(shape), list(shape)
+        for dim, of_dim in along.items():
+            position = flat_index([coordinate[axis] for axis in of_dim], [axes[axis][0] for axis in of_dim])
+            offsets[dim], sizes[dim] = by_dim[dim][position]
+        if 0 not in sizes:
+            rank_of[Box(tuple(offsets), tuple(sizes))] = rank
+    return box_grid(name, shape, rank_of)
 
 
-def _starts(name: str, shape: tuple[int, ...], dim: int, intervals: Iterable[Interval]) -> Starts:
-    filled = sorted(interval for interval in intervals if interval[1])
-    end = 0
+def _starts(name: str, shape: tuple[int, ...], length: int, intervals: Iterable[Interval]) -> Starts:
+    filled, end = sorted(intervals), 0
     for start, size in filled:
         if start != end:
             raise _not_whole(name, shape)
         end += size
-    if end != shape[dim]:
+    if end != length:
         raise _not_whole(name, shape)
     return tuple(start for start, _ in filled)
 
@@ -176,7 +166,7 @@ def box_grid(name: str, shape: tuple[int, ...], rank_of: Mapping[Box, int]) -> G
     boxes = list(rank_of)
     dims = [dim for dim in range(len(shape)) if len({(box.offsets[dim], box.sizes[dim]) for box in boxes}) > 1]
     cuts = tuple(
-        (dim, _starts(name, shape, dim, {(box.offsets[dim], box.sizes[dim]) for box in boxes})) for dim in dims
+        (dim, _starts(name, shape, shape[dim], {(box.offsets[dim], box.sizes[dim]) for box in boxes})) for dim in dims
     )
     cells = sorted(boxes, key=lambda box: [box.offsets[dim] for dim in dims])
     grid = Grid(cuts, tuple(rank_of[box] for box in cells))
@@ -188,16 +178,8 @@ def box_grid(name: str, shape: tuple[int, ...], rank_of: Mapping[Box, int]) -> G
 
 def flat_grid(name: str, shape: tuple[int, ...], rank_of: Mapping[Interval, int]) -> Grid:
     """Return the grid of a tensor that is sharded element by element. Raises RunFailed if elements are missing."""
-    end = 0
-    for start, size in sorted(rank_of):
-        if start != end:
-            raise _not_whole(name, shape)
-        end += size
-    if end != prod(shape):
-        raise _not_whole(name, shape)
-    ranges = sorted(rank_of)
-    starts = tuple(start for start, _ in ranges)
-    return _each_rank_once(name, Grid(((FLAT, starts),), tuple(rank_of[interval] for interval in ranges)))
+    starts = _starts(name, shape, prod(shape), rank_of)
+    return _each_rank_once(name, Grid(((FLAT, starts),), tuple(rank_of[interval] for interval in sorted(rank_of))))
 
 
 def _each_rank_once(name: str, grid: Grid) -> Grid:

@@ -22,8 +22,6 @@ from lockstep.core.errors import RunFailed
 from lockstep.distributed.shard_boxes import TensorInfo, local_shards
 
 MIN_SHARE_BYTES = 2**24
-_Table = int
-_Index = int
 
 
 @dataclass(slots=True)
@@ -55,29 +53,23 @@ class Holders:
 class WritePlan:
     """The parts that every rank writes. Grids of replicated and mesh-sharded tensors are computed on demand.
 
-    Args:
-        held: What all ranks hold.
-        element_bytes: Bytes of an element, by dtype.
+    Attributes:
+        groups: Tensors that follow from a mesh or are whole, by who holds them.
 
     Raises:
         RunFailed: Ranks hold different tensors under one name, or shards that don't make up the tensor.
     """
 
     def __init__(self, held: Inventories, element_bytes: Mapping[str, int]) -> None:
-        self.infos, self._groups = _groups(held, element_bytes)
+        self.infos, self.groups = _groups(held, element_bytes)
         self._own = _own_grids(held, self.infos)
         self._grids: dict[Any, Grid] = {}
         self._numbered: tuple[dict[str, int], list[Grid]] | None = None
 
-    @property
-    def groups(self) -> list[Holders]:
-        """Tensors that follow from a mesh or are whole, by who holds them."""
-        return self._groups
-
     def items(self, rank: int, tensors: Mapping[str, Any]) -> list[WriteItem]:
         """Return what a rank writes of the tensors that it holds."""
         items = []
-        for number, group in enumerate(self._groups):
+        for number, group in enumerate(self.groups):
             replica = next((index for index, ranks in enumerate(group.replicas) if rank in ranks), None)
             for name, share in zip(group.names, group.shares, strict=True):
                 if share != replica:
@@ -98,7 +90,7 @@ class WritePlan:
         if self._numbered is None:
             grids: dict[Grid, int] = {}
             index_of: dict[str, int] = {}
-            for number, group in enumerate(self._groups):
+            for number, group in enumerate(self.groups):
                 for name, share in zip(group.names, group.shares, strict=True):
                     index_of[name] = grids.setdefault(self._grid(number, share, name), len(grids))
             index_of.update({name: grids.setdefault(grid, len(grids)) for name, grid in self._own.items()})
@@ -107,7 +99,7 @@ class WritePlan:
 
     def _grid(self, number: int, share: int, name: str) -> Grid:
         """Return the grid of a tensor of a group, which all tensors of its shape have in common."""
-        group, shape = self._groups[number], self.infos[name].shape
+        group, shape = self.groups[number], self.infos[name].shape
         key = number, share, shape if group.sharding is not None else None
         grid = self._grids.get(key)
         if grid is None:
@@ -129,8 +121,8 @@ def _groups(held: Inventories, element_bytes: Mapping[str, int]) -> tuple[dict[s
     """Return dtype and shape of all tensors in the tables, and the tensors by who holds them."""
     infos: dict[str, TensorInfo] = {}
     kinds: dict[tuple[str, tuple[int, ...]], TensorInfo] = {}
-    whole: dict[str, list[_Table]] = {}
-    first: dict[str, tuple[_Table, _Index]] = {}
+    whole: dict[str, list[int]] = {}
+    first: dict[str, tuple[int, int]] = {}
     for number, table in enumerate(held.tables):
         for name, dtype, shape, index in table.rows:
             info = kinds.get((dtype, shape))
@@ -156,7 +148,7 @@ def _groups(held: Inventories, element_bytes: Mapping[str, int]) -> tuple[dict[s
 
 
 def _replicas(
-    held: Inventories, table: _Table, sharding: MeshSharding | None, tables: Sequence[_Table]
+    held: Inventories, table: int, sharding: MeshSharding | None, tables: Sequence[int]
 ) -> list[tuple[int, ...]]:
     if sharding is None:
         return [(rank,) for rank in sorted(rank for number in tables for rank in held.ranks[number])]
