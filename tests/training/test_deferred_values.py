@@ -15,8 +15,8 @@ from kit.worlds import in_world
 
 import lockstep
 from lockstep.config.schema import Config
+from lockstep.distributed.shard_boxes import copy_from_full
 from lockstep.models import meta_model
-from lockstep.models.initial_values import put
 from lockstep.training import assemble as assembling
 from lockstep.training import finished_run
 from lockstep.training.components import Purpose
@@ -91,7 +91,7 @@ def test_values_can_be_drawn_after_all(name: str) -> None:
 def _resumed(folder: Path) -> dict[str, tuple[int, bool]]:
     """Return, by strategy, the parameters that a resumed run has drawn, and whether it ends like a whole run."""
     results = {}
-    original, drawn = put, 0
+    original, drawn = copy_from_full, 0
 
     def counted(tensor: Any, value: Any) -> None:
         nonlocal drawn
@@ -104,9 +104,9 @@ def _resumed(folder: Path) -> dict[str, tuple[int, bool]]:
             lockstep.train(asked)
             whole = model.read_bytes()
             _cut_back(folder / name)
-            meta_model.put, drawn = counted, 0
+            meta_model.copy_from_full, drawn = counted, 0
             lockstep.train(asked)
-            meta_model.put = original
+            meta_model.copy_from_full = original
             results[name] = drawn, whole == model.read_bytes()
     return results
 
@@ -132,7 +132,7 @@ def _refuse(*arguments: Any, **options: Any) -> Any:
 
 def _evaluate(folder: Path) -> dict[str, Any] | None:
     assembling.build_optimizer = assembling.build_elementwise = assembling.custom_optimizer = _refuse
-    meta_model.put = _refuse
+    meta_model.copy_from_full = _refuse
     with in_group():
         return evaluate_run(folder, None, trust_remote_code=False, trust_run=True)[1]
 
@@ -157,6 +157,6 @@ def test_generated_text_needs_no_values_but_the_runs(tmp_path: Path, monkeypatch
     options: dict[str, Any] = {"tokens": 5, "temperature": 0.0, "top_k": None, "seed": 1}
     trust: dict[str, Any] = {"trust_remote_code": False, "trust_run": True}
     expected = generate_text(tmp_path / "run", "def ", **options, **trust)
-    for owner, name in ((torch.Tensor, "normal_"), (finished_run, "make_model"), (meta_model, "put")):
+    for owner, name in ((torch.Tensor, "normal_"), (finished_run, "make_model"), (meta_model, "copy_from_full")):
         monkeypatch.setattr(owner, name, _refuse)
     assert generate_text(tmp_path / "run", "def ", **options, **trust) == expected

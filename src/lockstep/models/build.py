@@ -7,7 +7,6 @@ sketch_model        construct on the meta device -> freeze             for plann
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
 from functools import partial
 
 from torch import nn
@@ -28,7 +27,6 @@ from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.distributed.shard_boxes import dtype_name
 from lockstep.models import classifiers, transformer
 from lockstep.models.huggingface import build_huggingface, build_meta_huggingface, sketch_huggingface
-from lockstep.models.initial_values import InitialValue
 from lockstep.models.initialization import RuleOf, generators_keyed, initial_values, initialize, shapes_alone
 from lockstep.models.meta_model import MetaModel, parameters_without_values
 from lockstep.models.parameters import freeze
@@ -78,14 +76,10 @@ def build_meta_model(
         else:
             with parameters_without_values():
                 module = _construct(section, facts)
-            meta_model = MetaModel(module, partial(_named, initial_values(module, seed, _rule_of(section))))
+            meta_model = MetaModel(module, initial_values(module, seed, _rule_of(section)))
     if meta_model is not None:
         freeze(meta_model.model, section.freeze)
     return meta_model
-
-
-def _named(values: Mapping[str, InitialValue], names: Container[str]) -> Iterator[tuple[str, InitialValue]]:
-    return ((name, value) for name, value in values.items() if name in names)
 
 
 def sketch_model(section: Model, facts: DataFacts, *, trust_remote_code: bool = False) -> nn.Module:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -46,7 +46,6 @@ from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.records import DataFacts
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.config_keys import check_keys, effective_keys, override
-from lockstep.models.initial_values import InitialValue, Known
 from lockstep.models.initialization import generators_keyed, reset_modules
 from lockstep.models.meta_model import (
     MetaModel,
@@ -133,22 +132,22 @@ def _values(
     weights: Mapping[str, Tensor],
     seed: int,
     constructed: Callable[[], Mapping[str, Tensor]],
-    names: Collection[str],
-) -> Iterator[tuple[str, InitialValue]]:
+    names: Container[str],
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights among `names`, then the missing values, drawn by transformers' rules.
 
     Those without a rule, such as a weight norm's, are the constructor's.
     """
-    yield from ((name, Known(tensor)) for name, tensor in weights.items() if name in names)
+    yield from ((name, tensor) for name, tensor in weights.items() if name in names)
     absent = {name for name in _parameters(sketch) if name not in weights}
-    wanted = absent.intersection(names)
+    wanted = {name for name in absent if name in names}
     if not wanted:
         return
     constructor_values: Mapping[str, Tensor] | None = None
     for name, value in reset_by_block(sketch, seed, _resets(sketch, absent), repeated_blocks(sketch), wanted):
         if value is None:
             constructor_values = constructor_values or constructed()
-            value = Known(constructor_values[name])
+            value = constructor_values[name]
         yield name, value
 
 

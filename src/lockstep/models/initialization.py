@@ -11,7 +11,7 @@ The generators of the process aren't advanced.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -22,41 +22,50 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.core.keys import key
-from lockstep.models.initial_values import Constant, InitialValue, Normal, put
+from lockstep.distributed.shard_boxes import copy_from_full
 
-Rule = Callable[[tuple[int, ...], int], InitialValue]
-"""Returns the initial value of a tensor, given its shape and the seed of its generator."""
+Rule = Callable[[Tensor, torch.Generator], object]
+"""Fills a tensor with initial values that are drawn from a generator."""
 
 
 def normal(std: float) -> Rule:
     """Return the rule that draws from a normal distribution with mean 0."""
-    return lambda shape, seed: Normal(shape, 0.0, std, seed)
+    return lambda tensor, generator: tensor.normal_(0.0, std, generator=generator)
 
 
 def constant(value: float) -> Rule:
     """Return the rule that sets all elements to a value."""
-    return lambda shape, seed: Constant(shape, value)
+    return lambda tensor, generator: tensor.fill_(value)
 
 
-ASKS_FOR_MEMORY = cast("Any", Tensor).is_meta.__get__
-"""Called first by `trunc_normal_`, `orthogonal_` and others, which then do nothing without memory."""
 RuleOf = Callable[[str, Tensor], Rule]
 """Returns the rule of a parameter, given its name and the parameter, for its shape."""
+Values = Callable[[Container[str]], Iterator[tuple[str, Tensor]]]
+"""Yields the values of the named tensors, whole, on the CPU."""
+_ASKS_FOR_MEMORY = cast("Any", Tensor).is_meta.__get__
+"""Called first by `trunc_normal_`, `orthogonal_` and others, which then do nothing without memory."""
 
 
+@torch.no_grad()
 def initialize(module: nn.Module, seed: int, rule_of: RuleOf) -> None:
     """Fill every parameter by its rule; a tied one once, under its first name."""
     parameters = dict(module.named_parameters())
-    for name, value in initial_values(module, seed, rule_of).items():
-        put(parameters[name], value)
+    for name, value in initial_values(module, seed, rule_of)(parameters):
+        copy_from_full(parameters[name], value)
 
 
-def initial_values(module: nn.Module, seed: int, rule_of: RuleOf) -> dict[str, InitialValue]:
-    """Return the initial values of all parameters, which may be on the meta device, by name."""
-    return {
-        name: rule_of(name, parameter)(tuple(parameter.shape), key(seed, "parameter", name))
-        for name, parameter in module.named_parameters()
-    }
+def initial_values(module: nn.Module, seed: int, rule_of: RuleOf) -> Values:
+    """Return the function that makes parameters' initial values; the module may be on the meta device."""
+    rules = {name: (parameter.shape, rule_of(name, parameter)) for name, parameter in module.named_parameters()}
+
+    def make(names: Container[str]) -> Iterator[tuple[str, Tensor]]:
+        for name, (shape, rule) in rules.items():
+            if name in names:
+                value = torch.empty(shape)
+                rule(value, torch.Generator().manual_seed(key(seed, "parameter", name)))
+                yield name, value
+
+    return make
 
 
 def reset_modules(
@@ -110,7 +119,7 @@ class Draws(TorchFunctionMode):
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func == ASKS_FOR_MEMORY:
+        if func == _ASKS_FOR_MEMORY:
             self.skipped[args[0]] = True
         elif func in (torch.Tensor.normal_, nn.init.normal_):
             drawn = args[0] if args else kwargs["tensor"]
