@@ -27,8 +27,6 @@ ASKED_BY = {
     "compile": "model.compile: true",
     "activation checkpointing": "memory.activation_checkpointing.mode: full",
     "selective checkpointing": "memory.activation_checkpointing.mode: selective",
-    "checkpointed segments": "memory.activation_checkpointing.mode: segments",
-    "checkpointing by budget": "memory.activation_checkpointing.mode: budget",
     "activation offload": "memory.activation_offload: cpu",
     "optimizer in backward": "optim.in_backward: true",
     "chunked loss": "memory.loss_chunk: 17",

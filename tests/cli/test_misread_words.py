@@ -89,8 +89,8 @@ MESSAGES: dict[str, tuple[str, str]] = {
         "needs it; write clip_norm: null, or in_backward: false",
     ),
     "a flag against the recipe, in another section": (
-        "config check stdlib-lm --memory.activation_checkpointing.mode segments --model.compile",
-        "--memory.activation_checkpointing.mode: memory.activation_checkpointing.mode segments changes between calls",
+        "config check stdlib-lm --memory.activation_checkpointing.mode budget",
+        "--memory.activation_checkpointing.mode: memory.activation_checkpointing.mode budget is that of torch's",
     ),
     "two flags": (
         "config check stdlib-lm --schedule.warmup_steps 5 --schedule.warmup_ratio 0.1",

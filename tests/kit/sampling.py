@@ -231,7 +231,6 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     "simulation/test_large_models.py": {"a_rank_holds_its_share_and_waits_for_nothing": 0},
     "simulation/test_made_up_data.py": {"an_estimate_needs_no_data": 1},
     "simulation/test_peak_memory.py": {
-        "a_budget_for_no_block_holds_what_full_does": 0,
         "a_language_model_needs_no_dataset": 0,
         "a_module_of_the_user_is_left_as_it_is": 0,
         "ddp_holds_the_gradients_of_several_micro_batches_once": 0,

@@ -35,7 +35,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"precision": {"compute": "bf16"}},
     "checkpointing": {"memory": {"activation_checkpointing": {"mode": "full"}}},
-    "checkpointing by budget": {"memory": {"activation_checkpointing": {"mode": "budget", "budget": 0.5}}},
     "loss in chunks": {"memory": {"loss_chunk": 16}},
     "one micro-batch": {"optim": {"name": "lion", "lr": 0.1}, "batch": {"global_size": 4, "micro_size": 4}},
 }
@@ -78,16 +77,6 @@ def test_the_prediction_equals_the_measurement_by_category(feature: str) -> None
         assert abs(predicted.by_category[category] - size) <= SLACK, category
     assert actual.by_category["activations"] > 50_000
     assert actual.by_category["optimizer"] > 0
-
-
-def test_a_budget_for_no_block_holds_what_full_does() -> None:
-    """What the first forward measures is freed."""
-    modes = ({"mode": "full"}, {"mode": "budget", "budget": 0.05})
-    full, budget = (
-        peak_of_rank(decoder(memory={"activation_checkpointing": mode}), 1, 0, NOTHING, UPDATES, "cpu")
-        for mode in modes
-    )
-    assert budget == full
 
 
 def test_shards_and_replicas_hold_what_they_should() -> None:

@@ -34,11 +34,6 @@ ASKS: dict[str, dict[str, Any]] = {
     "fp16": {"precision": {"compute": "fp16"}},
     "activation checkpointing": {"memory": {"activation_checkpointing": {"mode": "full"}}},
     "selective checkpointing": {"memory": {"activation_checkpointing": {"mode": "selective"}}},
-    "checkpointed segments": {
-        "model": {**config(12)["model"], "width": 16},
-        "memory": {"activation_checkpointing": {"mode": "segments", "segments": 2}},
-    },
-    "checkpointing by budget": {"memory": {"activation_checkpointing": {"mode": "budget", "budget": 0.6}}},
     "activation offload": {"memory": {"activation_offload": "cpu"}},
     "optimizer in backward": {"optim": {"name": "sgd", "lr": 0.1, "clip_norm": None, "in_backward": True}},
     "chunked loss": {"memory": {"loss_chunk": 17}},

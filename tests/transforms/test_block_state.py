@@ -155,8 +155,6 @@ def test_tensors_that_each_forward_makes_again_are_no_state(chain: type[Chain], 
     state = chain(block).state_dict()
     results = []
     for options in ({}, *MODES.values()):
-        if chain is Repeated and options.get("mode") in ("segments", "budget"):  # they want a chain
-            continue
         model = chain(block)
         model.load_state_dict(state)
         if options or results:

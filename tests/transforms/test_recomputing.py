@@ -10,25 +10,21 @@ import pytest
 import torch
 from kit.peak import peak_of
 from torch import Tensor, nn
-from transforms.test_activation_checkpointing import Stack, held_for_the_backward
+from transforms.test_activation_checkpointing import held_for_the_backward
 
 import lockstep
 from lockstep.config.schema import ActivationCheckpointing, TransformerModel
 from lockstep.core.records import DataFacts
 from lockstep.models.build import build_model
 from lockstep.models.transformer import Attention, SwiGLU
-from lockstep.transforms.activation_budget import BlockMemory, choose
 from lockstep.transforms.activation_checkpointing import RecomputeBlocks
 from lockstep.transforms.activation_offload import ActivationsOnHost
-from lockstep.transforms.segments import split_into_segments
 
 CPU = torch.device("cpu")
 MODES: dict[str, dict[str, Any]] = {
     "full": {},
     "every 2nd": {"every": 2},
     "selective": {"mode": "selective"},
-    "segments": {"mode": "segments", "segments": 2},
-    "budget": {"mode": "budget", "budget": 0.6},
 }
 
 
@@ -115,9 +111,6 @@ def test_each_mode_holds_less() -> None:
     everything = held(None)
     assert bytes_of["full"] < bytes_of["every 2nd"] < everything
     assert bytes_of["full"] < bytes_of["selective"] < 0.8 * everything
-    assert bytes_of["segments"] < 0.6 * everything  # one of two segments
-    blocks = everything - bytes_of["full"]
-    assert 0.3 * blocks < bytes_of["budget"] - bytes_of["full"] <= 0.6 * blocks
 
 
 def test_full_holds_one_block_and_the_inputs_of_all() -> None:
@@ -139,15 +132,6 @@ def test_full_holds_one_block_and_the_inputs_of_all() -> None:
     assert grows["none"] > 10 * inputs
 
 
-def test_a_budget_keeps_the_last_blocks_that_fit() -> None:
-    blocks = {name: BlockMemory(40, 2) for name in "abcd"}
-    assert choose(blocks, 0.5) == {"d"}
-    assert choose(blocks, 1.0) == set("abcd")
-    assert choose(blocks, 0.0) == set()
-    larger = {**blocks, "d": BlockMemory(90, 2)}
-    assert choose(larger, 0.4) == set(), "a block that doesn't fit isn't skipped for an earlier one"
-
-
 # --- which modules --------------------------------------------------------------------------------------------------
 
 
@@ -162,14 +146,6 @@ def test_attention_and_mlp_can_be_chosen_by_class() -> None:
     assert RecomputeBlocks(chosen, ["blocks.0"]).applied(own(2)).blocks == ("blocks.0.attention", "blocks.1.attention")
 
 
-def test_a_sequential_of_any_children_has_segments() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 2), nn.Sigmoid())
-    expected = gradients(copy.deepcopy(model), POINTS)
-    assert len(lockstep.checkpoint_activations(model, mode="segments").blocks) == 5
-    assert all(torch.equal(left, right) for left, right in zip(gradients(model, POINTS), expected, strict=True))
-    assert split_into_segments("abcde", 4) == [["a", "b"], ["c"], ["d"], ["e"]]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -177,9 +153,7 @@ def test_a_sequential_of_any_children_has_segments() -> None:
         ({"blocks": ["Block"]}, "blocks are classes of modules"),
         ({"blocks": [Attention, type(own(2).get_submodule("blocks.0"))]}, "blocks.0.attention is in blocks.0"),
         ({"mode": "ful"}, "mode 'ful' is none of full, selective"),
-        ({"segments": 3}, "segments 3 is an option of mode segments; full would ignore it"),
-        ({"mode": "segments", "segments": 9}, "9 segments of 4 blocks; there can be 4 at most"),
-        ({"mode": "budget", "budget": 2.0}, "budget: Input should be less than or equal to 1"),
+        ({"mode": "budget"}, "mode 'budget' is none of full, selective"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
@@ -188,7 +162,7 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
     assert message in str(refusal.value)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective", "segments", "budget"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
 def test_a_second_call_for_the_same_blocks_is_refused(mode: Any) -> None:
     model = own()
     lockstep.checkpoint_activations(model, mode=mode)
@@ -217,32 +191,6 @@ def test_a_cache_of_keys_is_refused() -> None:
     model.config.use_cache = True
     with pytest.raises(lockstep.ConfigError, match="use_cache = False"):
         lockstep.checkpoint_activations(model)
-
-
-class Skipping(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[0](x, scale=self.scale, debug="on")
-
-
-class Crossing(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.layers[0](x, scale=self.scale, debug="on")
-        return self.layers[1](first + x, scale=self.scale, debug="on")
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (Skipping, "layers.1 was left out in a forward"),
-        (Crossing, "layers.1 takes something else than the output and the further inputs of layers.0"),
-        (Stack, "blocks return more than one tensor"),
-    ],
-)
-def test_segments_need_a_chain(make: Callable[[], nn.Module], message: str) -> None:
-    model = make()
-    lockstep.checkpoint_activations(model, mode="segments", segments=2)
-    with pytest.raises(lockstep.ConfigError, match=message):
-        model(torch.ones(2, 4 if make is Stack else 16))
 
 
 # --- offload --------------------------------------------------------------------------------------------------------

@@ -325,11 +325,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _compiles(self) -> Config:
-        mode = self.memory.activation_checkpointing.mode
-        if self.model.compile and mode == "segments":
+        if self.memory.activation_checkpointing.mode == "budget" and not self.model.compile:
             raise ValueError(
-                f"memory.activation_checkpointing.mode {mode} changes between calls what a block does, which is not "
-                "tested compiled; take full, selective or budget, or leave out model.compile"
+                "memory.activation_checkpointing.mode budget is that of torch's compiler: write model.compile: true, "
+                "or take mode: full with every: 2"
             )
         if self.memory.loss_chunk is not None and self.model.compile:
             raise ValueError(

@@ -84,21 +84,17 @@ class ActivationCheckpointing(Section):
     The gradient is bitwise identical under each mode; a block must draw random numbers from torch's own generators.
     """
 
-    mode: Literal["none", "full", "selective", "segments", "budget"] = "none"
+    mode: Literal["none", "full", "selective", "budget"] = "none"
     """none: keep all; full: keep only the inputs of a block and recompute the rest: less memory, a third more
-    arithmetic; selective: also keep the outputs of matrix products and attention; segments: of each run of blocks keep
-    the inputs of its first one, the last run whole; budget: keep as many blocks whole, the last ones, as `budget`
-    allows."""
+    arithmetic; selective: also keep the outputs of matrix products and attention; budget, with `model.compile`: torch's
+    compiler selects the operations that are recomputed."""
     every: Positive = 1
     """full, selective: recompute every Nth module, beginning with the first; 1: all of them."""
     modules: Literal["blocks"] | tuple[str, ...] = "blocks"
     """Modules that are recomputed as a unit: the model's repeated blocks, or the modules of these classes, such as
     `[Attention, SwiGLU]`."""
-    segments: Annotated[int, Field(ge=2)] = 4
-    """segments: number of runs into which each list of blocks is divided."""
     budget: Fraction = 0.5
-    """budget: fraction of what all blocks would keep for the backward, measured in the first forward; under
-    `model.compile` torch's own budget, which chooses operations instead of blocks."""
+    """budget: fraction of the activations' memory that the compiler may keep."""
 
     @model_validator(mode="after")
     def _options_fit_the_mode(self) -> ActivationCheckpointing:
@@ -115,8 +111,7 @@ class ActivationCheckpointing(Section):
 
 _OPTIONS_OF_MODES = {
     "every": ("full", "selective"),
-    "modules": ("full", "selective", "budget"),
-    "segments": ("segments",),
+    "modules": ("full", "selective"),
     "budget": ("budget",),
 }
 

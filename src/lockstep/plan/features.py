@@ -91,8 +91,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature("compile", "model.compile", lambda run: run.config.model.compile),
     _checkpointing("activation checkpointing", "full"),
     _checkpointing("selective checkpointing", "selective"),
-    _checkpointing("checkpointed segments", "segments"),
-    _checkpointing("checkpointing by budget", "budget"),
     Feature(
         "activation offload",
         "memory.activation_offload",

@@ -27,8 +27,6 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "full": {"activation_checkpointing": {"mode": "full"}},
     "full-every-2": {"activation_checkpointing": {"mode": "full", "every": 2}},
     "selective": {"activation_checkpointing": {"mode": "selective"}},
-    "segments": {"activation_checkpointing": {"mode": "segments"}},
-    "budget": {"activation_checkpointing": {"mode": "budget"}},
     "loss-chunk": {"loss_chunk": 256},
     "offload": {"activation_offload": "cpu"},
     "full+offload": {"activation_checkpointing": {"mode": "full"}, "activation_offload": "cpu"},

@@ -112,7 +112,6 @@ STRATEGY = Strategy(
                 held="lockstep.config.deepspeed:held_of_files",
             ),
             sends=lambda update: update.traffic(gathers=2 * update.micro_batches, reduces=update.micro_batches),
-            cells={"checkpointed segments": refused("its hooks replace the outputs of a block; take mode: full")},
             title="deepspeed with zero_stage 3",
             best_for="as fsdp, for existing DeepSpeed configs, or with offloading to the host",
             measured_as="ZeRO-3",

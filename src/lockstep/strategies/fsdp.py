@@ -22,7 +22,6 @@ from lockstep.strategies.record import (
     Update,
     Variant,
     gradients_all_reduced,
-    refused,
 )
 from lockstep.strategies.section import Positive, Section
 
@@ -128,9 +127,6 @@ STRATEGY = Strategy(
             on_cpu=Problem(
                 "", "parallel.fsdp.cpu_offload", "on the CPU parameters are already; it is for GPUs: leave it out"
             ),
-        ),
-        "checkpointed segments": refused(
-            "FSDP gathers each block around its own call, and a segment is one call; take mode: full"
         ),
     },
     variants=(

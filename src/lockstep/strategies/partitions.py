@@ -38,15 +38,12 @@ class TensorParallelOptions(Section):
     """Compute the loss on logits that stay sharded by the vocabulary; evaluations gather them."""
 
 
-_SOME_BLOCKS = refused("a rank has only some of the blocks, and would choose by itself; take mode: full")
 _TWICE = refused(
     "gradients of inputs and of weights are computed separately, and each would recompute a block; take pipeline-1f1b, "
     "or interleaved-1f1b"
 )
 _PIPELINE = {
     "compile": refused("a compiled forward can't be left between two blocks; write false, or take fsdp"),
-    "checkpointed segments": _SOME_BLOCKS,
-    "checkpointing by budget": _SOME_BLOCKS,
     "chunked loss": refused("the last stage passes logits to the objective; leave it out"),
 }
 _CHECKPOINTING = ("activation checkpointing", "selective checkpointing")
@@ -56,7 +53,6 @@ _TENSOR = {
         "torch's compiler (2.13) fails on sharded matrices where shapes change, as texts of different lengths do; "
         "write false"
     ),
-    "checkpointing by budget": refused("activations of tensor-parallel blocks aren't measured; take mode: full"),
     "chunked loss": refused(
         "each rank has only a shard of the head; take parallel.tensor_parallel.loss_parallel, or leave it out"
     ),

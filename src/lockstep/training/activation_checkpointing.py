@@ -15,11 +15,10 @@ from torch import nn
 
 from lockstep.config.schema import ActivationCheckpointing
 from lockstep.core.errors import ConfigError
-from lockstep.distributed import user_collectives
-from lockstep.models.blocks import blocks_in_line, repeated_blocks
+from lockstep.models.blocks import repeated_blocks
 from lockstep.transforms.activation_checkpointing import Recomputation, RecomputeBlocks, none_of, refuse
 
-Mode = Literal["full", "selective", "segments", "budget"]
+Mode = Literal["full", "selective"]
 
 
 def checkpoint_activations(
@@ -28,8 +27,6 @@ def checkpoint_activations(
     every: int = 1,
     *,
     mode: Mode = "full",
-    segments: int = 4,
-    budget: float = 0.5,
 ) -> Recomputation:
     """Compute parts of a model again in the backward instead of storing their activations.
 
@@ -39,10 +36,8 @@ def checkpoint_activations(
     Args:
         blocks: classes of the modules that are computed again, each separately: `[Block]`, or `[Attention, MLP]`.
             None: the repeated layers of the model.
-        every: for full, selective: every n-th of these modules, from the first.
-        mode: as `memory.activation_checkpointing.mode` of a config: full, selective, segments, budget.
-        segments: for mode segments: number of segments of each list of blocks; of a Sequential, of all its children.
-        budget: for mode budget: share of all activations' memory that may be kept.
+        every: every n-th of these modules, from the first.
+        mode: as `memory.activation_checkpointing.mode` of a config: full or selective.
 
     Raises:
         ConfigError: the model has no such modules, or a cache that they write into; an argument belongs to another
@@ -55,13 +50,11 @@ def checkpoint_activations(
             "checkpoint_activations: blocks that are computed again would write into the model's cache of keys twice; "
             "set model.config.use_cache = False while training"
         )
-    options = _options(mode=mode, every=every, segments=segments, budget=budget)
+    options = _options(mode=mode, every=every)
     classes = [blocks] if isinstance(blocks, type) else blocks
     names: Sequence[str] = _of_classes(model, classes) if classes is not None else repeated_blocks(model)
-    if blocks is None and mode == "segments":
-        names = blocks_in_line(model, names)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    transform = RecomputeBlocks(options, names, broadcast=user_collectives.all_ranks().broadcast)
+    transform = RecomputeBlocks(options, names)
     refuse(transform.refuses(model, device))
     return transform.applied(model)
 

@@ -173,7 +173,7 @@ def parallelize(
     position = cache(partial(mesh_position, plan.mesh, world))  # creates process groups, so it comes after refusals
     mode = ForwardMode()
     options = config.memory.activation_checkpointing
-    recomputed = recompute_blocks(options, model, blocks, world, compiles=config.model.compile)
+    recomputed = recompute_blocks(options, blocks)
     tensor = _tensor_parallel(whole.tensor_plan, position, mode)
     context = _context_parallel(plan.mesh.context, mode, allow_untested=config.run.allow_untested)
     parallel = [transform for transform in (recomputed, tensor, context) if transform is not None]
@@ -282,14 +282,9 @@ def transforms_of(config: Config, device: torch.device) -> list[Transform]:
     return chosen
 
 
-def recompute_blocks(
-    options: ActivationCheckpointing, model: nn.Module, blocks: Sequence[str], world: World, *, compiles: bool
-) -> RecomputeBlocks | None:
+def recompute_blocks(options: ActivationCheckpointing, blocks: Sequence[str]) -> RecomputeBlocks | None:
     """Return the config's activation checkpointing; None: there is none, or the compiler does it."""
-    if options.mode == "none" or (options.mode == "budget" and compiles):
-        return None
-    chain = blocks_in_line(model, list(blocks)) if options.mode == "segments" else blocks
-    return RecomputeBlocks(options, chain, muted_logging, world.axis.broadcast)
+    return RecomputeBlocks(options, blocks, muted_logging) if options.mode in ("full", "selective") else None
 
 
 def tensor_plan_of(options: TensorParallelOptions, mesh: Mesh, model: nn.Module) -> dict[str, str]:

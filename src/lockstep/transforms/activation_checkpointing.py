@@ -1,9 +1,14 @@
 """Activation checkpointing: the activations that a forward keeps for the backward, and those that it computes again.
 
-    full        keeps only the inputs of every nth block
-    selective   also keeps the results of matrix products and attention in these blocks
-    segments    keeps only the input of each run of blocks                              segments.py
-    budget      keeps all of as many blocks as there is memory for                      activation_budget.py
+                 forward                               backward
+    none         x -> call -> y     all in between     x <- gradients of the call
+    full         x -> call -> y     x                  x -> call again, with the draws and autocast it had -> gradients
+    selective    x -> call -> y     x, and what        x -> call again but for those -> gradients
+                                    products made
+
+Full: Chen et al. 2016, arXiv:1604.06174. Selective keeps what is expensive to compute and small to keep, matrix
+products and attention, and computes again what lies between them (Korthikanti et al. 2022, arXiv:2205.05198, section
+4).
 
 A block's own `forward` is replaced, so that no name changes, and FSDP's hooks run around it: the parameters that FSDP
 gathers for a block's backward exist when the block is computed again.
@@ -11,24 +16,105 @@ gathers for a block's backward exist when the block is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import Transform
-from lockstep.transforms.activation_budget import Broadcast, Budget
 from lockstep.transforms.block_state import StateGuard
-from lockstep.transforms.recomputing import Context, Recompute, is_replaced, replace_forward
-from lockstep.transforms.segments import run_in_segments, split_into_segments
 
 if TYPE_CHECKING:
     from lockstep.config.schema import ActivationCheckpointing
+
+Context = AbstractContextManager[object]
+_NOTHING: Context = nullcontext()
+
+_EXPENSIVE = frozenset(
+    operator
+    for name in (
+        "mm", "addmm", "bmm", "baddbmm", "convolution",
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+    if (operator := getattr(getattr(torch.ops.aten, name, None), "default", None)) is not None
+)  # fmt: skip
+"""Operators whose results selective keeps: torch's matrix products and attentions that this version has."""
+
+
+def _recomputed(
+    selective: bool,
+    muted: Callable[[], Context],
+    guard: StateGuard,
+    forward: Callable[..., Any],
+    *inputs: Any,
+    **named: Any,
+) -> Any:
+    """Return `forward`'s result, which the backward computes again."""
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **named)
+    checks = guard.begin() and not torch.compiler.is_compiling()
+    # torch searches the positional inputs alone for tensors, whose device's generator it restores
+    call = partial(_call, forward, tuple(named)) if named else forward
+    given = (*inputs, *named.values())
+    kept: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
+    if torch.compiler.is_compiling():  # the compiler supports no contexts but dispatch modes
+        if selective:
+            kept["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        return checkpoint(call, *given, **kept)
+    kept["context_fn"] = partial(_contexts, selective, muted, guard, checks)
+    if not checks:
+        return checkpoint(call, *given, **kept)
+    kept["early_stop"] = guard.stops_early  # else the last operations, too, are computed again and checked
+    with guard.forward(given):
+        return checkpoint(call, *given, **kept)
+
+
+def _contexts(
+    selective: bool, muted: Callable[[], Context], guard: StateGuard, checks: bool
+) -> tuple[Context, Context]:
+    """Return the contexts of the first and the second forward."""
+    first, second = _NOTHING, _NOTHING
+    if selective:
+        first, second = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    return first, _Second(guard, second, muted, checks)
+
+
+def _call(forward: Callable[..., Any], names: tuple[str, ...], *inputs: Any) -> Any:
+    """Call with the last inputs by name."""
+    first = len(inputs) - len(names)
+    return forward(*inputs[:first], **dict(zip(names, inputs[first:], strict=True)))
+
+
+def _policy(_context: object, operator: object, *_inputs: Any, **_named: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Second(ExitStack):
+    """The context of a second forward. A gradient of a gradient enters it once more."""
+
+    def __init__(self, guard: StateGuard, context: Context, muted: Callable[[], Context], checks: bool) -> None:
+        super().__init__()
+        self._guard, self._weights = guard, guard.weights()
+        self._context = context
+        self._muted = muted
+        self._checks = checks
+
+    def __enter__(self) -> Self:
+        self._guard.check_weights(self._weights)
+        if self._checks:
+            self.enter_context(self._guard.again())
+        self.enter_context(self._context)
+        self.enter_context(self._muted())
+        return self
+
 
 _CHANGED_BY_FORWARD = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 _KEY = "memory.activation_checkpointing"
@@ -40,8 +126,7 @@ class Recomputation:
 
     Attributes:
         mode: The mode in the config.
-        blocks: Names of the modules whose forward was replaced. Those of the last of several segments aren't computed
-            again, and `budget` may keep some.
+        blocks: Names of the modules whose forward was replaced.
     """
 
     mode: str
@@ -56,7 +141,7 @@ class RecomputeBlocks(Transform):
     """Replaces the forwards of blocks by ones that keep less.
 
     Args:
-        blocks: Names of the model's repeated layers; for segments, of those that form a chain.
+        blocks: Names of the model's repeated layers.
         muted: Makes the context of the second forward, in which logging is dropped: the first has logged the same.
     """
 
@@ -68,12 +153,10 @@ class RecomputeBlocks(Transform):
         options: ActivationCheckpointing,
         blocks: Sequence[str],
         muted: Callable[[], Context] = nullcontext,
-        broadcast: Broadcast = lambda value: value,
     ) -> None:
         self._options = options
         self._blocks = blocks
-        self._broadcast = broadcast
-        self._recompute = Recompute(options.mode == "selective", muted)
+        self._muted = muted
 
     def refuses(self, model: nn.Module, device: torch.device) -> str | None:
         chosen = self.chosen(model)
@@ -88,7 +171,13 @@ class RecomputeBlocks(Transform):
         return _inside_of_another(chosen) or _already(model, chosen) or _running_means(model, chosen)
 
     def apply(self, model: nn.Module) -> nn.Module:
-        _APPLY[self._options.mode](self, model, self.chosen(model))
+        selective = self._options.mode == "selective"
+        for name in self.chosen(model):
+            block: Any = model.get_submodule(name)
+            # A partial of the bound method, which a copy of the model copies
+            guard = StateGuard(name, block)
+            block.forward = partial(_recomputed, selective, self._muted, guard, block.forward)
+            block._computed_again = True  # in the block, so that a copy of it is marked, too
         return model
 
     def applied(self, model: nn.Module) -> Recomputation:
@@ -107,22 +196,6 @@ class RecomputeBlocks(Transform):
     def selective(self, model: nn.Module) -> list[str]:
         """Return the names of the modules that torch's selective checkpointing computes again."""
         return self.chosen(model) if self._options.mode == "selective" else []
-
-    def _each(self, model: nn.Module, chosen: Sequence[str]) -> None:
-        for name in chosen:
-            block = model.get_submodule(name)
-            # A partial of the bound method, which a copy of the model copies
-            replace_forward(block, partial(self._recompute, StateGuard({name: block}), block.forward))
-
-    def _segments(self, model: nn.Module, chosen: Sequence[str]) -> None:
-        lists: dict[str, list[str]] = {}
-        for name in chosen:
-            lists.setdefault(name.rpartition(".")[0], []).append(name)
-        for names in lists.values():
-            run_in_segments(model, split_into_segments(names, self._options.segments), self._recompute)
-
-    def _budget(self, model: nn.Module, chosen: Sequence[str]) -> None:
-        Budget(model, chosen, self._options.budget, self._recompute, self._broadcast)
 
 
 def refuse(reason: str | None) -> None:
@@ -147,7 +220,7 @@ def _inside_of_another(chosen: Sequence[str]) -> str | None:
 
 def _already(model: nn.Module, chosen: Sequence[str]) -> str | None:
     """Return the message that a block, a module around it or a module inside it was replaced before."""
-    before = [name for name, module in model.named_modules() if is_replaced(module)]
+    before = [name for name, module in model.named_modules() if "_computed_again" in vars(module)]
     for name in chosen:
         for other in before:
             if name == other:
@@ -169,11 +242,3 @@ def _running_means(model: nn.Module, chosen: Sequence[str]) -> str | None:
                     "them, such as group norm, or leave activation checkpointing out"
                 )
     return None
-
-
-_APPLY: Mapping[str, Callable[[RecomputeBlocks, nn.Module, Sequence[str]], None]] = {
-    "full": RecomputeBlocks._each,
-    "selective": RecomputeBlocks._each,
-    "segments": RecomputeBlocks._segments,
-    "budget": RecomputeBlocks._budget,
-}

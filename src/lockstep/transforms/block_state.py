@@ -3,16 +3,14 @@
     forward       mean 0.10 -> 0.19     the block's own running mean
     backward      mean 0.19 -> 0.27     computed again: counted twice, and from another mean --> ConfigError
 
-Only a block's first forward is checked, and its second runs to the end (but see `StateGuard.stops_early`): afterwards a
-guard costs nothing.
+Only a block's first forward is checked, and its second runs to the end (but see `StateGuard.stops_early`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,16 +29,12 @@ _OF_DEEPSPEED = re.compile(r"ds_\w+|applied_pre_backward_ref_cnt")
 
 
 class StateGuard:
-    """Refuses blocks whose second forward would change the run.
+    """Refuses a block whose second forward would change the run."""
 
-    Attributes:
-        shared: Whether the block was called a second time.
-    """
-
-    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
-        self._blocks = blocks
-        self.shared = False
-        self._new = True
+    def __init__(self, name: str, block: nn.Module) -> None:
+        self._name = name
+        self._block = block
+        self._calls = 0
         self._slots: list[dict[str, nn.Parameter | None]] = []
 
     @property
@@ -50,69 +44,49 @@ class StateGuard:
         DeepSpeed's stage 3 releases a module's parameters after its forward, also those that the backward, in which the
         second forward runs, has just gathered.
         """
-        return any("ds_id" in vars(item) for block in self._blocks.values() for item in block.parameters())
+        return any("ds_id" in vars(parameter) for parameter in self._block.parameters())
 
     def begin(self) -> bool:
         """Begin a forward. Return whether it is checked: it is the first."""
-        first, self._new = self._new, False
-        if first:
-            self._slots = [module._parameters for block in self._blocks.values() for module in block.modules()]
-        self.shared = self.shared or not first
-        return first
+        self._calls += 1
+        if self._calls == 1:
+            self._slots = [module._parameters for module in self._block.modules()]
+        return self._calls == 1
 
-    def forward(self, inputs: Sequence[Any]) -> ChangedInputs:
-        """Return the context of the forward; `inputs` are those from which the second one will begin."""
+    @contextmanager
+    def forward(self, inputs: Sequence[Any]) -> Iterator[None]:
+        """Raise ConfigError if the forward writes to `inputs`, from which the second one will begin."""
         tensors = [item for item in tree_leaves(inputs) if isinstance(item, Tensor) and not item.is_inference()]
-        return ChangedInputs(next(iter(self._blocks)), [(tensor, tensor._version) for tensor in tensors])
+        versions = [tensor._version for tensor in tensors]
+        yield
+        if [tensor._version for tensor in tensors] != versions:
+            raise _refusal(f"{self._name} writes to its input in place, from which it would be computed again")
 
     def weights(self) -> list[Tensor | None]:
-        """Return the tensors that the blocks' modules now have as parameters."""
+        """Return the tensors that the block's modules now have as parameters."""
         return [weight for slots in self._slots for weight in slots.values()]
 
     def check_weights(self, before: Sequence[Tensor | None]) -> None:
         """Raise ConfigError if the modules don't have the same tensors as parameters as in the forward."""
         if any(now is not then for now, then in zip(self.weights(), before, strict=True)):
-            names = ", ".join(self._blocks)
-            raise _refusal(f"{names} is called with other tensors than its parameters (torch.func.functional_call)")
+            raise _refusal(
+                f"{self._name} is called with other tensors than its parameters (torch.func.functional_call)"
+            )
 
-    def again(self) -> ChangedState:
-        """Return the context of the second forward."""
-        return ChangedState(self._blocks, self)
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Raise ConfigError if the second forward changes the block's state."""
+        tensors = self._calls == 1  # else a later call has overwritten the tensors of this one
+        before = state_of({self._name: self._block}, tensors=tensors)
+        try:
+            yield
+        except _StopRecomputationError:
+            self._compare(before, tensors=tensors)
+            raise
+        self._compare(before, tensors=tensors)
 
-
-@dataclass(slots=True)
-class ChangedInputs:
-    """Raises ConfigError at its end if an input was written to."""
-
-    block: str
-    versions: list[tuple[Tensor, int]]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        if kind is None and any(tensor._version != version for tensor, version in self.versions):
-            raise _refusal(f"{self.block} writes to its input in place, from which it would be computed again")
-
-
-class ChangedState:
-    """Raises ConfigError at its end if the blocks' state has changed."""
-
-    def __init__(self, blocks: Mapping[str, nn.Module], guard: StateGuard) -> None:
-        self._blocks = blocks
-        self._guard = guard
-        self._shared = False  # a block that was called again since has overwritten the tensors of this call
-        self._before: dict[str, Any] = {}
-
-    def __enter__(self) -> None:
-        self._shared = self._guard.shared
-        self._before = state_of(self._blocks, tensors=not self._shared)
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        if kind is not None and kind is not _StopRecomputationError:
-            return
-        changed = changes(self._before, state_of(self._blocks, tensors=not self._shared))
-        self._before = {}
+    def _compare(self, before: Mapping[str, Any], *, tensors: bool) -> None:
+        changed = changes(before, state_of({self._name: self._block}, tensors=tensors))
         if changed:
             more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
             raise _refusal(f"{changed[0]}{more} changes with each forward, and a second one would count it twice")
