@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 89_212
-MOST_FILES = 510
-MOST_CODE = 52_439
+MOST_LINES = 88_545
+MOST_FILES = 506
+MOST_CODE = 52_066
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
-LARGER_PACKAGES = {"training": 10_249, "monitor": 6_447, "launch": 5_721}
+LARGER_PACKAGES = {"training": 10_237, "monitor": 6_447, "launch": 5_721}
 MOST_SMALL_FILES = 8
 """Files of less than 60 lines, an `__init__` aside, that one other file imports."""
 MOST_IN_CIRCLES = {
