@@ -228,12 +228,13 @@ def test_a_rank_that_exits_is_named(tmp_path: Path) -> None:
     assert content["state"].endswith("rank 1 ended with exit code 9")
 
 
-def test_the_remedy_names_the_sample_that_ended_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["worker_exited", "sample", "exited", "crashed", "killed"])
+def test_the_remedy_names_the_sample_that_ended_the_run(tmp_path: Path, kind: str) -> None:
     run = recorded_run(
         tmp_path, "Traceback (most recent call last):\nTypeError: object of type 'NoneType' has no len()\n"
     )
-    exited = {**KILLED, "rank": 0, "kind": "worker_exited", "text": "a data worker died", "samples": [17]}
-    record_end(run, kind="worker_exited", text="rank 0: a data worker died", cause=0, ranks=[exited])
+    exited = {**KILLED, "rank": 0, "kind": kind, "text": "a data worker died", "samples": [17]}
+    record_end(run, kind=kind, text="rank 0: a data worker died", cause=0, ranks=[exited])
     remedy = run_as_json(diagnose_run(run))["failures"][0]["remedy"]
     assert f"lockstep train {run} data.leave_out='[[17, 17]]'" in remedy
     assert "data.bad_samples='{policy: skip}'" in remedy

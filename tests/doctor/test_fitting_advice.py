@@ -27,7 +27,7 @@ def test_of_a_survived_failure_what_happened_is_stated_without_the_advice(tmp_pa
 
 SET_FAILED = (
     "data.evaluation.held: sample 17 can't be read: OSError: corrupt jpeg (mine.py:47). Mend the sample, or leave it "
-    "out of the set: data.bad_samples is for training samples alone"
+    "out of the set: data.bad_samples is for training samples only"
 )
 GLOO = (
     "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:565. "

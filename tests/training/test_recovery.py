@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -188,6 +189,7 @@ def test_budgets_are_those_of_the_kinds() -> None:
         (OSError(5, "EIO"), FailureKind.DEVICE),
         (TimeoutError("no answer"), FailureKind.DEVICE),
         (RuntimeError("CUDA error: 7"), FailureKind.DEVICE),
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), FailureKind.DEVICE),
         (FileNotFoundError("a"), FailureKind.EXCEPTION),
         (KeyError("OSError"), FailureKind.EXCEPTION),
         (OutOfMemory("in the forward", too_large={"batch.micro_size": 8}), FailureKind.OUT_OF_MEMORY),

@@ -46,21 +46,13 @@ class RunFailed(Failure):
     """The run failed, and trying again would not help."""
 
 
-class UnusableSamples(RunFailed):
-    """Samples can't be read, or not be put into one batch."""
-
-    kind = FailureKind.SAMPLE
-
-
-class WorkerDied(RunFailed):
-    """A data worker died.
+class SampleFailure(RunFailed):
+    """Reading samples ended the run.
 
     Attributes:
-        samples: The one that it read, or those of its request; empty if it isn't known.
+        samples: The one that was read, or several, one of which did it; empty if it isn't known.
         evaluation_set: The evaluation set that they are of; None: the training data.
     """
-
-    kind = FailureKind.WORKER_DIED
 
     def __init__(
         self,
@@ -71,6 +63,18 @@ class WorkerDied(RunFailed):
     ) -> None:
         super().__init__(message, kind=kind)
         self.samples, self.evaluation_set = samples, evaluation_set
+
+
+class UnusableSamples(SampleFailure):
+    """Samples can't be read, or not be put into one batch."""
+
+    kind = FailureKind.SAMPLE
+
+
+class WorkerDied(SampleFailure):
+    """A data worker died."""
+
+    kind = FailureKind.WORKER_DIED
 
 
 class OutOfMemory(RunFailed):

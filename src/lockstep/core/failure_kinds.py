@@ -64,24 +64,11 @@ class FailureKind(Enum):
     )
     WRONG = ("verification failed", "What was verified is wrong.", "", Retry.NEVER, 3)
     FAILED = ("failed", "Lockstep ended the run; the message says why.")
-    EXCEPTION = (
-        "an exception",
-        "The program, or a library that it calls, raised an exception on this rank.",
-        "Read the last line of the traceback first, then the lowest line of it that is in your code.",
-        Retry.PROGRAM,
-    )
     DEVICE = (
         "connection, disk or device failed",
         "A connection, a disk, a driver or a GPU raised an error.",
         "Look at the host (dmesg, nvidia-smi -q) and its file servers, then resume: lockstep train RUN",
         Retry.TRANSIENT,
-    )
-    EXITED = (
-        "a rank exited",
-        "The program, or a library that it calls, ended this rank by sys.exit, or by os._exit, which saves nothing and "
-        "prints nothing.",
-        "Read the end of this rank's log, search the program for exit, and raise an exception instead.",
-        Retry.PROGRAM,
     )
     CRASHED = (
         "crash in native code",
@@ -210,6 +197,19 @@ class FailureKind(Enum):
         "A host was cut off from the others, or it, or its launcher, was stopped.",
         "See whether the host runs, what the scheduler recorded, and its network (ip -s link); then resume the run.",
         Retry.HOST,
+    )
+    EXITED = (
+        "a rank exited",
+        "The program, or a library that it calls, ended this rank by sys.exit, or by os._exit, which saves nothing and "
+        "prints nothing.",
+        "Read the end of this rank's log, search the program for exit, and raise an exception instead.",
+        Retry.PROGRAM,
+    )
+    EXCEPTION = (
+        "an exception",
+        "The program, or a library that it calls, raised an exception on this rank.",
+        "Read the last line of the traceback first, then the lowest line of it that is in your code.",
+        Retry.PROGRAM,
     )
 
     @property

@@ -118,29 +118,32 @@ def read_again(read: Callable[[Indices], T], indices: Indices, error: Exception)
         sample_error = _error_of(read, indices[indices == index])
         if sample_error is not None:
             verb = "used" if isinstance(sample_error, UnfitItem) else "read"
-            raise UnusableSamples(f"sample {index} can't be {verb}: {_describe(sample_error)}") from error
+            text = f"sample {index} can't be {verb}: {_describe(sample_error)}"
+            raise UnusableSamples(text, (int(index),)) from error
     try:
         values = read(indices)
     except Failure:
         raise
     except Exception as batch_error:
         _reraise_out_of_memory(batch_error, indices)
-        raise UnusableSamples(_unlike_each_other(read, indices, batch_error)) from error
+        raise _unlike_each_other(read, indices, batch_error) from error
     _warn_of_passing_error(indices, error)
     return values
 
 
-def _unlike_each_other(read: Callable[[Indices], object], indices: Indices, error: Exception) -> str:
-    """Return which sample doesn't go into a batch with the others, or that they don't."""
+def _unlike_each_other(read: Callable[[Indices], object], indices: Indices, error: Exception) -> UnusableSamples:
+    """Return the error that names the sample that doesn't go into a batch with the others, or all of them."""
     remedy = "; a custom collate function can pad them" if "equal size" in str(error) else ""
     reason = f"{_describe(error)}{remedy}"
     first, others = indices[:1], indices[1:]
     unlike = [index for index in others if _error_of(read, np.append(first, index)) is not None]
-    if len(unlike) == 1 and len(others) > 1:
-        return f"sample {unlike[0]} can't be put into one batch with sample {first[0]}: {reason}"
     if len(unlike) == len(others) > 1 and _error_of(read, others) is None:
-        return f"sample {first[0]} can't be put into one batch with sample {others[0]}: {reason}"
-    return f"samples {_named(indices)} can each be read, but not put into one batch: {reason}"
+        unlike, first = [first[0]], others
+    if len(unlike) != 1 or len(others) < 2:
+        text = f"samples {_named(indices)} can each be read, but not put into one batch: {reason}"
+        return UnusableSamples(text, tuple(indices.tolist()))
+    text = f"sample {unlike[0]} can't be put into one batch with sample {first[0]}: {reason}"
+    return UnusableSamples(text, (int(unlike[0]),))
 
 
 def _warn_of_passing_error(indices: Indices, error: Exception) -> None:

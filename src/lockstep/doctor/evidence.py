@@ -56,6 +56,10 @@ def seen_failures(run: Path, last: LastLaunch) -> list[SeenFailure]:
     if FailureKind.OUT_OF_MEMORY.title in lines:  # the rank's own report, or torch's, has the advice that fits
         lines[FailureKind.OUT_OF_MEMORY.title] += lines.pop(FailureKind.HOST_MEMORY.title, [])
     by_name = {failure.name: failure for failure in KNOWN}
+    explained = {line.rank for name, all_of in lines.items() if by_name[name].standing is Standing.CAUSE
+                 and name != FailureKind.EXCEPTION.title for line in all_of}  # fmt: skip
+    raised = [line for line in lines.pop(FailureKind.EXCEPTION.title, []) if line.rank not in explained]
+    lines.update({FailureKind.EXCEPTION.title: raised} if raised else {})
     seen = [SeenFailure(by_name[name], evidence) for name, evidence in lines.items()]
     return sorted(seen, key=lambda item: (item.failure.standing, KNOWN.index(item.failure)))
 

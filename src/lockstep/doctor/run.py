@@ -22,7 +22,7 @@ from typing import Any
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import Failure, named_ranks
-from lockstep.core.failure_kinds import FailureKind
+from lockstep.core.failure_kinds import FailureKind, Retry
 from lockstep.core.formatting import duration, first_sentence, listed
 from lockstep.core.near_runs import not_a_run
 from lockstep.core.terminal import plain_line
@@ -59,6 +59,7 @@ _FEWEST = 2  # bad updates: each of one has its samples in common with itself
 _MOST_COMMON = 3  # samples in common: more are no finding
 _OF_HOSTS = ("--nodes", "--rendezvous", "--job-id", "--ranks")
 """Flags that a resumed run needs again: its config has what the others set."""
+_OF_MEMORY = {kind.title for kind in FailureKind if kind.retry is Retry.MEMORY}
 _PLAIN = ("python", "executable", "platform", "cpu", "gpus", "working_directory")
 _OF_A_LAUNCH = ("RANK", "MASTER_", "WORLD_SIZE", "LOCAL_", "GROUP_", "LOCKSTEP_", "TORCHELASTIC_", "SLURM_", "OMP_NUM")
 """Variables that differ from start to start, and mean nothing."""
@@ -372,6 +373,8 @@ def remedy_for(seen: SeenFailure, run: Path) -> str:
     named = command_line(run)
     samples, remedy = {sample for line in seen.evidence for sample in line.samples}, seen.failure.remedy
     if len(samples) == 1:
+        if seen.failure.name not in _OF_MEMORY:
+            remedy = FailureKind.SAMPLE.remedy
         remedy = remedy.replace("[[N, N]]", "[[{0}, {0}]]".format(*samples))
     return _COMMANDS_OF_RUN.sub(lambda match: f"{match[1]} {named}", remedy)
 

@@ -32,8 +32,8 @@ from lockstep.core.errors import (
     Paused,
     Problem,
     ReplicasDiffer,
+    SampleFailure,
     Stopped,
-    WorkerDied,
     blames_a_peer,
     message_of,
     named_ranks,
@@ -52,7 +52,7 @@ _OF_PROCESS = {
     FailureKind.EXITED, FailureKind.CRASHED, FailureKind.KILLED, FailureKind.HOST_MEMORY, FailureKind.INTERRUPTED,
     FailureKind.PEER_FAILED,
 }  # fmt: skip
-_OF_CONNECTIONS = ("requests.", "urllib3.", "botocore.")
+_OF_CONNECTIONS = ("requests.", "urllib3.", "botocore.", "socket")
 _OF_DEVICE = re.compile(r"CUDA error|NCCL error|uncorrectable ECC|CUBLAS_STATUS|CUDNN_STATUS")
 
 
@@ -138,7 +138,7 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
                     return replace(end, problems=error.problems)
                 case OutOfMemory():
                     return replace(end, advice=error.advice, too_large=error.too_large)
-                case WorkerDied():
+                case SampleFailure():
                     return replace(end, samples=error.samples, evaluation_set=error.evaluation_set)
                 case ReplicasDiffer():
                     return replace(end, differing=error.ranks)

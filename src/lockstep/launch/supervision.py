@@ -163,7 +163,7 @@ class Supervisor:
 
 def advice_on_samples(end: End) -> str:
     """Return what to do about the samples that a process was reading as it ended; empty if it was reading none."""
-    if not end.samples:
+    if not end.samples or end.kind is FailureKind.SAMPLE:  # its message says it
         return ""
     mend = f"mend {Reading(end.samples, end.evaluation_set)}, or leave it out"
     if end.evaluation_set is not None:

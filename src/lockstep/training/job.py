@@ -328,7 +328,7 @@ def _publish_results(
         from_first_rank(components.world.axis, write)
     except RunFailed as failure:
         saved = f"the state after step {results.progress.steps:,} is saved in {checkpoints.place}"
-        raise RunFailed(f"{failure}; {saved}") from failure
+        raise RunFailed(f"{failure}; {saved}", kind=failure.kind) from failure
     return summary
 
 

@@ -178,6 +178,6 @@ def with_remedy(error: Exception) -> Exception:
     if not isinstance(error, UnusableSamples):
         return error
     remedy = "data.bad_samples.policy: skip leaves such samples out; mended data may need --accept-changes"
-    failure = RunFailed(f"{error}; {remedy}")
+    failure = UnusableSamples(f"{error}; {remedy}", error.samples)
     failure.__cause__ = error.__cause__
     return failure

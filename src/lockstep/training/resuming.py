@@ -354,4 +354,4 @@ def _load(
     except RunFailed as error:
         if resume.origin is not None:
             raise
-        raise RunFailed(f"{error}\n--fresh starts over (in Python: fresh=True)") from error
+        raise RunFailed(f"{error}\n--fresh starts over (in Python: fresh=True)", kind=error.kind) from error

@@ -255,7 +255,9 @@ def evaluation_named(name: str) -> Iterator[None]:
     except UnusableSamples as error:
         raise UnusableSamples(
             f"data.evaluation.{name}: {error}. Mend the sample, or leave it out of the set: data.bad_samples is for "
-            "training samples alone"
+            "training samples only",
+            error.samples,
+            name,
         ) from error.__cause__
 
 
