@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.server
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -84,6 +85,8 @@ def _attend(ec2: Any, instance: Any, folder: Path) -> None:
 def be_instance(folder: Path, node: int) -> None:
     """Be an instance from its start to its end."""
     subprocess.run(["ip", "addr", "add", "169.254.169.254/32", "dev", "lo"], check=True)
+    for left in Path("/opt/lockstep").iterdir():  # by an instance that was killed
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
     programs = folder / "bin"
     programs.mkdir()
     (programs / "aws").write_text(_AWS.format(python=sys.executable))
