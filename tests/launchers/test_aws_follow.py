@@ -168,8 +168,8 @@ def test_a_job_that_another_command_cancels(
     meanwhile(monkeypatch, lambda: aws_job.remove(AwsCalls("us-east-1"), job_named(job.number)))
     instances = aws_job.instances
 
-    def not_terminated(calls: AwsCalls, job: Any) -> list[Any]:
-        return [each for each in instances(calls, job) if each["State"]["Name"] != "terminated"]
+    def not_terminated(calls: AwsCalls, job: Any, *filters: Any) -> list[Any]:
+        return [each for each in instances(calls, job, *filters) if each["State"]["Name"] != "terminated"]
 
     monkeypatch.setattr(aws_job, "instances", not_terminated)
     assert AWS.follow(job) == 130
