@@ -103,8 +103,8 @@ class RankGroup:
         return self.start_sum(tensor)()
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        moved = self._moved(tensor)
-        work = dist.all_reduce(moved, group=self._group, async_op=True)
+        moved = _moved(tensor, self._device_types)
+        work = self._group.allreduce([moved])
 
         def finish() -> Tensor:
             work.wait()

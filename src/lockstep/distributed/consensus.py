@@ -68,8 +68,8 @@ class HostConsensus:
         self._axis = axis
         self._loss_sum = loss_sum
         self._norm_before = _NO_NORM
-        self._own: list[float] | None = None  # those of a single rank, which are the sums
-        self._finish: Callable[[], list[float]] = list
+        self._own: list[float] = []  # those of a single rank, which are the sums
+        self._finish: Callable[[], Tensor] | None = None
 
     def announce(self, count: float, tokens: int) -> tuple[float, float]:
         """Return the sums over the axis of a first update's counts; later ones come with the vote before them."""
@@ -94,8 +94,7 @@ class HostConsensus:
         if self._axis.size == 1:  # the hot path of a single process makes no tensor
             self._own = slots
             return
-        finish = self._axis.start_sum(torch.tensor(slots, dtype=torch.float64))
-        self._finish = lambda: finish().tolist()
+        self._finish = self._axis.start_sum(torch.tensor(slots, dtype=torch.float64))
 
     def close(self, squared_norm: Callable[[], Tensor]) -> VoteResult:
         """Return the result of the vote.
@@ -106,7 +105,7 @@ class HostConsensus:
         Args:
             squared_norm: Returns that of the gradient summed over ranks, 0-dim; the same on all.
         """
-        slots = self._own if self._own is not None else self._finish()
+        slots = self._own if self._finish is None else self._finish().tolist()
         norm = squared_norm().item()
         if self._axis.size > 1:
             self._norm_before = agreement.slots_of(norm)

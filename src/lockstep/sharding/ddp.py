@@ -27,6 +27,7 @@ from lockstep.sharding.model_state import ModelState
 from lockstep.sharding.single import (
     named_gradients,
     present_gradients,
+    run_backward,
     trainable_parameters,
     unused_parameters,
     without_gradient,
@@ -62,6 +63,7 @@ class DDPStep(GradientStep):
         self._model = model
         self._ranks = world.axis.size
         self._clock, self._reduced = world.clock, world.reduced
+        self._begin_waiting = partial(world.clock.enter, Phase.COMMUNICATION)
         self._optimizer = optimizer
         self._parameters = trainable_parameters(model)
         self._squared_norm = squared_norm
@@ -92,6 +94,8 @@ class DDPStep(GradientStep):
         self._reduced_bytes = 0 if is_seen else sum(each.numel() * each.element_size() for each in self._parameters)
         self._unused_remedy = "leave parallel.ddp.static_graph out and " if options.static_graph else ""
         self._reduces = True
+        # of the gradient that comes first, before it is reduced
+        self._mark = self._parameters[-1].register_hook(self._mark_reduction)  # type: ignore[no-untyped-call]
 
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
         self._reduces = last
@@ -108,12 +112,10 @@ class DDPStep(GradientStep):
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         if not self._reduces:
-            loss.backward(seed)  # type: ignore[no-untyped-call]
+            run_backward(loss, seed)
             return
-        mark = loss.register_hook(self._mark_reduction)  # type: ignore[no-untyped-call]
-        loss.backward(seed)  # type: ignore[no-untyped-call]
+        run_backward(loss, seed)
         self._clock.enter(Phase.BACKWARD)
-        mark.remove()
         self._refuse_unreduced()
 
     def _mark_reduction(self, gradient: Tensor) -> None:
@@ -121,8 +123,9 @@ class DDPStep(GradientStep):
 
         The engine's callbacks run in the order in which they are queued, and DDP queues its own at the last bucket.
         """
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: self._clock.enter(Phase.COMMUNICATION))
+        if self._reduces:
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._begin_waiting)
 
     def parameters_without_gradient(self) -> list[str]:
         return without_gradient(self._model)
@@ -154,6 +157,7 @@ class DDPStep(GradientStep):
             self._memory.clear()
 
     def close(self) -> None:
+        self._mark.remove()
         if self._in_buckets is not None:
             self._in_buckets.close()
         # A DDP module that outlives its group keeps the group: see `RankGroup.close`

@@ -38,7 +38,7 @@ from lockstep.sharding.fsdp_order import NegotiatedOrder, fixed_order
 from lockstep.sharding.fsdp_units import AutocastGather, initialize, reshard_all, return_no_views
 from lockstep.sharding.model_state import ModelState
 from lockstep.sharding.parameter_shards import LocalGradients, ParameterShard, parameter_shards
-from lockstep.sharding.single import named_gradients, refuse_other_than_fp32, without_gradient
+from lockstep.sharding.single import named_gradients, refuse_other_than_fp32, run_backward, without_gradient
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -169,7 +169,7 @@ class FSDPStep(GradientStep):
         return NO_CONTEXT
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
-        loss.backward(seed)  # type: ignore[no-untyped-call]
+        run_backward(loss, seed)
         if self._gather is not None:
             self._gather.end_backward()
         if self._order is None:

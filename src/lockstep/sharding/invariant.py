@@ -32,6 +32,7 @@ from lockstep.sharding.single import (
     named_gradients,
     present_gradients,
     refuse_other_than_fp32,
+    run_backward,
     trainable_parameters,
     without_gradient,
 )
@@ -112,7 +113,7 @@ class InvariantStep(GradientStep):
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         if self._next == self._share.stop:  # padding samples, after a rank's other micro-batches, are no term
             return
-        loss.backward(seed)  # type: ignore[no-untyped-call]
+        run_backward(loss, seed)
         term = self._buffer()
         self._missing &= term.fill(self._parameters, loss.detach())
         self._terms.put(Node(0, self._next), term)

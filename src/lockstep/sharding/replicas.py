@@ -23,7 +23,7 @@ from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Sharding, ShardingContext
 from lockstep.sharding.model_state import ModelState
 from lockstep.sharding.parameter_shards import LocalGradients, ParameterShard, parameter_shards
-from lockstep.sharding.single import named_gradients, unused_parameters, without_gradient
+from lockstep.sharding.single import named_gradients, run_backward, unused_parameters, without_gradient
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Axis, Optimizer
@@ -59,7 +59,7 @@ class ReplicaStep(GradientStep):
         return NO_CONTEXT
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
-        loss.backward(seed)  # type: ignore[no-untyped-call]
+        run_backward(loss, seed)
 
     def parameters_without_gradient(self) -> list[str]:
         return without_gradient(self.module)

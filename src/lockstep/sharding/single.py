@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +25,18 @@ if TYPE_CHECKING:
 
     from lockstep.core.protocols import Optimizer
 _NAMED = 5
+_ENGINE: Any = torch.autograd.Variable
 _GRAD, _IS_THERE = operator.attrgetter("grad"), partial(operator.is_not, None)
+
+
+def run_backward(loss: Tensor, seed: Tensor) -> None:
+    """Add `seed` times the gradient of the loss (both of one element) to the parameters' gradients.
+
+    `loss.backward(seed)` comes to the same call, after 15 others that check what is given here: 40 us on a CPU.
+    """
+    _ENGINE._execution_engine.run_backward(
+        (loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 class LocalStep(GradientStep):
@@ -48,7 +59,7 @@ class LocalStep(GradientStep):
         return NO_CONTEXT
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
-        loss.backward(seed)  # type: ignore[no-untyped-call]
+        run_backward(loss, seed)
 
     def parameters_without_gradient(self) -> list[str]:
         return without_gradient(self._model)
@@ -158,7 +169,7 @@ class StepInBackward(GradientStep):
         return NO_CONTEXT
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
-        loss.backward(seed)  # type: ignore[no-untyped-call]
+        run_backward(loss, seed)
 
     def parameters_without_gradient(self) -> list[str]:
         trained = ((name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad)
