@@ -11,17 +11,18 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_work import CLIP_NORM, WEIGHT_DECAY, Work, loss_of
+from step_work import CLIP_NORM, WEIGHT_DECAY, Rows, Work, decoded, loss_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,15 @@ class Task:
     steps: int
     folder: str
 
+    @property
+    def dataset(self) -> Dataset[Any]:
+        return self.work.dataset(*self.data)
+
+
+def pair(batch: Any) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of a batch, which has them by name or in order."""
+    return batch.values() if isinstance(batch, Mapping) else batch
+
 
 def ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -53,13 +63,13 @@ def adamw(task: Task, fused: bool = True) -> torch.optim.Optimizer:
     return torch.optim.AdamW(task.model.parameters(), lr=task.work.rate, weight_decay=WEIGHT_DECAY, fused=fused or None)
 
 
-def loader(task: Task) -> DataLoader[tuple[Tensor, ...]]:
+def loader(task: Task) -> DataLoader[Any]:
     """Return a loader for contestants that shard it among the ranks themselves."""
-    return DataLoader(TensorDataset(*task.data), batch_size=task.work.batch)
+    return DataLoader(task.dataset, batch_size=task.work.batch)
 
 
-def loader_of_rank(task: Task) -> DataLoader[tuple[Tensor, ...]]:
-    dataset = TensorDataset(*task.data)
+def loader_of_rank(task: Task) -> DataLoader[Any]:
+    dataset = task.dataset
     sampler = DistributedSampler(dataset, ranks(), rank(), shuffle=False) if ranks() > 1 else None
     return DataLoader(dataset, batch_size=task.work.batch, sampler=sampler)
 
@@ -80,7 +90,8 @@ def plain_default(task: Task) -> None:
 def _plain(task: Task, optimizer: torch.optim.Optimizer) -> None:
     with _joined():
         module = DistributedDataParallel(task.model) if ranks() > 1 else task.model
-        for x, y in loader_of_rank(task):
+        for batch in loader_of_rank(task):
+            x, y = pair(batch)
             optimizer.zero_grad()
             loss_of(module(x), y).backward()
             clip_grad_norm_(module.parameters(), CLIP_NORM)
@@ -90,7 +101,7 @@ def _plain(task: Task, optimizer: torch.optim.Optimizer) -> None:
 
 def plain_by_hand(task: Task) -> None:
     """Train without a DataLoader: each batch is one gather, and DDP's buckets are the gradients."""
-    x, y = task.data
+    x, y = decoded(task.data[0]), task.data[1]
     order = torch.arange(len(y)).view(task.steps, ranks(), task.work.batch)[:, rank()].contiguous()
     parameters, optimizer = list(task.model.parameters()), adamw(task)
     with _joined():
@@ -130,7 +141,7 @@ def lockstep(task: Task) -> None:
         "monitor": {"every": 10, "tensorboard": True, "progress": "none"},
         "run": {"steps": task.steps, "folder": os.path.join(task.folder, "run")},
     }
-    lockstep.train(config, model=task.model, train_dataset=TensorDataset(*task.data))
+    lockstep.train(config, model=task.model, train_dataset=task.dataset)
 
 
 # --- peers --------------------------------------------------------------------------------------------------------
@@ -141,7 +152,8 @@ def accelerate(task: Task) -> None:
 
     accelerator = Accelerator(cpu=True)
     module, optimizer, batches = accelerator.prepare(task.model, adamw(task), loader(task))
-    for x, y in batches:
+    for batch in batches:
+        x, y = pair(batch)
         optimizer.zero_grad()
         accelerator.backward(loss_of(module(x), y))
         accelerator.clip_grad_norm_(module.parameters(), CLIP_NORM)
@@ -155,7 +167,8 @@ def fabric(task: Task) -> None:
     fabric = Fabric(accelerator="cpu", devices=ranks(), strategy="ddp" if ranks() > 1 else "auto")
     fabric.launch()
     module, optimizer = fabric.setup(task.model, adamw(task))
-    for x, y in fabric.setup_dataloaders(loader(task)):
+    for batch in fabric.setup_dataloaders(loader(task)):
+        x, y = pair(batch)
         optimizer.zero_grad()
         fabric.backward(loss_of(module(x), y))
         fabric.clip_gradients(module, optimizer, max_norm=CLIP_NORM)
@@ -171,8 +184,8 @@ def lightning(task: Task) -> None:
             super().__init__()
             self.model = task.model
 
-        def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
-            x, y = batch
+        def training_step(self, batch: Any, batch_index: int) -> Tensor:
+            x, y = pair(batch)
             return loss_of(self.model(x), y)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -229,19 +242,6 @@ class WithLoss(nn.Module):
         return {"loss": loss_of(logits, labels), "logits": logits}
 
 
-class Rows(Dataset[dict[str, Tensor]]):
-    """Samples in the form that Trainer expects: by name."""
-
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": self.x[index], "labels": self.y[index]}
-
-
 def deepspeed(task: Task) -> None:
     """ZeRO stage 0, which is plain data parallelism."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -256,7 +256,8 @@ def deepspeed(task: Task) -> None:
         "steps_per_print": 10**9,
     }
     engine, *_ = deepspeed.initialize(model=task.model, optimizer=adamw(task), config=config)
-    for x, y in loader_of_rank(task):
+    for batch in loader_of_rank(task):
+        x, y = pair(batch)
         engine.backward(loss_of(engine(x), y))
         engine.step()
 
@@ -287,4 +288,4 @@ def train(name: str, work: Work, steps: int) -> dict[str, float]:
     assert len(model.watch.times) == steps, f"{len(model.watch.times)} forwards in {steps} steps"
     microseconds = model.watch.microseconds(min(work.warm_up, steps // 2), steps - 1)
     with torch.no_grad():
-        return {"microseconds": microseconds, "loss": loss_of(model(x[:1024]), y[:1024]).item()}
+        return {"microseconds": microseconds, "loss": loss_of(model(decoded(x[:1024])), y[:1024]).item()}

@@ -2,8 +2,8 @@
 
     python benchmarks/step_overhead.py [--rounds 7] [--only mlp/1 gpt/2 ...]
 
-Four settings: a tiny MLP and a small GPT, each on one process and as DDP on two ranks over gloo. Prints the tables and
-writes results/step_overhead.json.
+Settings: a tiny MLP and a small GPT, each on one process and as DDP on two ranks over gloo; datasets of dicts and of
+images. Prints the tables and writes results/step_overhead.json.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rounds import (
 )
 
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "deepspeed")
-SETTINGS = ("mlp/1", "mlp/2", "gpt/1", "gpt/2")
+SETTINGS = ("mlp/1", "mlp/2", "items/1", "images/1", "gpt/1", "gpt/2")
 LEAST_ROUNDS = 3  # of results that are kept
 
 

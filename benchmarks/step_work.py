@@ -1,7 +1,9 @@
 """The models that the contestants of step_overhead.py train: so small that the overhead of a step matters.
 
-    mlp    64 -> 64 -> 10, batch 8            forward and backward take about 0.1 ms
-    gpt    GPT-2's shape, made small          about 8 ms a step
+    mlp      64 -> 64 -> 10, batch 8, from tensors     forward and backward take about 0.1 ms
+    items    the same from a dataset of dicts
+    images   a small CNN, uint8 -> float in the dataset
+    gpt      GPT-2's shape, made small                 about 8 ms a step
 
 The stopwatch is in the model: each forward notes the time, in the same way for all contestants and without callbacks.
 A step lasts from one forward to the next.
@@ -14,10 +16,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
 
 CLIP_NORM = 1.0
 WEIGHT_DECAY = 0.01
@@ -49,6 +53,21 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.watch.note()
         return self.outer(F.relu(self.inner(x)))
+
+
+class CNN(nn.Module):
+    """x [B, 3, 32, 32] -> logits [B, 10]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watch = Stopwatch()
+        self.first = nn.Conv2d(3, 16, 3, stride=2, padding=1)
+        self.second = nn.Conv2d(16, 32, 3, stride=2, padding=1)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.watch.note()
+        return self.head(F.relu(self.second(F.relu(self.first(x)))).mean((2, 3)))
 
 
 class GPT(nn.Module):
@@ -104,12 +123,31 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
+class Rows(Dataset[dict[str, Tensor]]):
+    """Samples by name, as most people's datasets and the Trainer of transformers have them."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": decoded(self.x[index]), "labels": self.y[index]}
+
+
+def decoded(x: Tensor) -> Tensor:
+    """Return points as they are, and images in [0, 1]."""
+    return x.float() / 255 if x.dtype == torch.uint8 else x
+
+
 @dataclass(frozen=True)
 class Work:
     """A model with its data and settings.
 
     Attributes:
         data: (samples) -> inputs and targets.
+        dataset: Of these; peers have the same one.
         batch: Samples per rank and step.
         warm_up: Steps that are not timed.
         objective: Lockstep's name for what `loss_of` computes.
@@ -123,6 +161,7 @@ class Work:
     warm_up: int
     rate: float
     objective: str
+    dataset: Callable[[Tensor, Tensor], Dataset[Any]] = TensorDataset
 
 
 def points(samples: int) -> tuple[Tensor, Tensor]:
@@ -130,6 +169,14 @@ def points(samples: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(samples, 64, generator=generator)
     return x, (x @ torch.randn(64, 10, generator=generator)).argmax(-1)
+
+
+def images(samples: int) -> tuple[Tensor, Tensor]:
+    """Return noise [samples, 3, 32, 32] (uint8), brighter in the classes [samples] of higher numbers."""
+    generator = torch.Generator().manual_seed(1)
+    y = torch.randint(10, (samples,), generator=generator)
+    noise = torch.randint(128, (samples, 3, 32, 32), generator=generator)
+    return (noise + 12 * y.view(-1, 1, 1, 1)).to(torch.uint8), y
 
 
 def text(samples: int, length: int = 32) -> tuple[Tensor, Tensor]:
@@ -143,5 +190,9 @@ def text(samples: int, length: int = 32) -> tuple[Tensor, Tensor]:
 
 WORKS = {
     "mlp": Work("a two-layer MLP of width 64, batch 8", MLP, points, 8, 2000, 200, 1e-3, "classification"),
+    "items": Work("the MLP, from a dataset of dicts", MLP, points, 8, 2000, 200, 1e-3, "classification", Rows),
+    "images": Work(
+        "a small CNN, from a dataset of images, batch 16", CNN, images, 16, 400, 50, 1e-3, "classification", Rows
+    ),
     "gpt": Work("a GPT-2-shaped model of about 8 ms", GPT, text, 4, 300, 50, 1e-3, "next-token"),
 }
