@@ -21,7 +21,7 @@ CONFIG = {
 
 
 def waits_of_an_update(rank: int, ranks: int) -> list[str]:
-    """Return the points of the last update at which the host waits for the accelerator."""
+    """Return the points of the last update where the host waits for the accelerator."""
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
     data = TensorDataset(torch.randn(256, 32), torch.randint(10, (256,)))
     with simulated_session(CONFIG, rank=rank, ranks=ranks, model=model, train_dataset=data) as (session, simulated):

@@ -13,7 +13,7 @@ import lockstep
 
 
 class QuantizedInputs(lockstep.extend.Transform):
-    name = "quantized-inputs"  # by which `after` and `before` of other transforms refer to it
+    name = "quantized-inputs"  # other transforms name it in `after` and `before`
 
     def __init__(self, bits: int = 8) -> None:
         self.levels = 2 ** (bits - 1) - 1
