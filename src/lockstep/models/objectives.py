@@ -95,8 +95,7 @@ class TargetLoss:
         return metrics
 
     def _pairs(self, outputs: object, batch: Batch) -> tuple[Tensor, Tensor]:
-        logits = logits_of(outputs)
-        return (logits[:, :-1], batch.targets[:, 1:]) if self._shift else (logits, batch.targets)
+        return logits_of(outputs), self.targets_of(batch)  # logits[:, :-1] would be copied to be flattened
 
 
 class ClassifierLoss:
