@@ -15,7 +15,7 @@ MOST_FILES = 506
 MOST_CODE = 52_066
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
-LARGER_PACKAGES = {"training": 10_237, "monitor": 6_447, "launch": 5_721}
+LARGER_PACKAGES = {"training": 10_235, "monitor": 6_447, "launch": 5_721}
 MOST_SMALL_FILES = 8
 """Files of less than 60 lines, an `__init__` aside, that one other file imports."""
 MOST_IN_CIRCLES = {

@@ -57,12 +57,12 @@ class SampleFailure(RunFailed):
     def __init__(
         self,
         message: str,
-        samples: tuple[int, ...] = (),
+        samples: Sequence[int] = (),
         evaluation_set: str | None = None,
         kind: FailureKind | None = None,
     ) -> None:
         super().__init__(message, kind=kind)
-        self.samples, self.evaluation_set = samples, evaluation_set
+        self.samples, self.evaluation_set = tuple(samples), evaluation_set
 
 
 class UnusableSamples(SampleFailure):

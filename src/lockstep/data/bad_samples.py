@@ -119,7 +119,7 @@ def read_again(read: Callable[[Indices], T], indices: Indices, error: Exception)
         if sample_error is not None:
             verb = "used" if isinstance(sample_error, UnfitItem) else "read"
             text = f"sample {index} can't be {verb}: {_describe(sample_error)}"
-            raise UnusableSamples(text, (int(index),)) from error
+            raise UnusableSamples(text, [int(index)]) from error
     try:
         values = read(indices)
     except Failure:
@@ -141,24 +141,19 @@ def _unlike_each_other(read: Callable[[Indices], object], indices: Indices, erro
         unlike, first = [first[0]], others
     if len(unlike) != 1 or len(others) < 2:
         text = f"samples {_named(indices)} can each be read, but not put into one batch: {reason}"
-        return UnusableSamples(text, tuple(indices.tolist()))
+        return UnusableSamples(text, indices.tolist())
     text = f"sample {unlike[0]} can't be put into one batch with sample {first[0]}: {reason}"
-    return UnusableSamples(text, (int(unlike[0]),))
+    return UnusableSamples(text, [int(unlike[0])])
 
 
 def _warn_of_passing_error(indices: Indices, error: Exception) -> None:
-    """Report an error that didn't come again, with its sample, or all samples [n] of the read if that isn't known."""
+    """Report an error that didn't come again: the first few of a process, each with its sample if that is known."""
     global _warned
     _warned += 1
-    if _warned > _MOST_WARNINGS:
-        return
-    sample = _noted_sample(error)
-    alone = indices if sample is None else indices[indices == sample]
-    samples = f"samples {_named(indices)}" if len(alone) > 1 else f"sample {_named(alone)}"
-    more = "; further ones aren't reported" if _warned == _MOST_WARNINGS else ""
-    verb = "using" if isinstance(error, UnfitItem) else "reading"
-    outcome = f"failed once and succeeded when it was tried again: {_describe(error)}"
-    _log.warning("%s %s %s%s", verb, samples, outcome, more)
+    if _warned <= _MOST_WARNINGS:
+        sample = _noted_sample(error)
+        named = _named(indices if sample is None else indices[indices == sample])
+        _log.warning("sample %s failed once and succeeded when it was tried again: %s", named, _describe(error))
 
 
 def _error_of(read: Callable[[Indices], object], indices: Indices) -> Exception | None:
@@ -176,9 +171,9 @@ def _reraise_out_of_memory(error: Exception, indices: Indices) -> None:
     """Raise the error, marked with the samples that were read, if memory ran out."""
     if out_of_memory_cause(error):
         sample = _noted_sample(error)
-        alone = indices if sample is None else np.array([sample])
-        samples = f"samples {_named(alone)} were" if len(alone) > 1 else f"sample {_named(alone)} was"
-        note_location(error, "data", f"while {samples} read")
+        note_location(
+            error, "data", f"while sample {_named(indices if sample is None else np.array([sample]))} was read"
+        )
         raise error
 
 

@@ -30,10 +30,7 @@ _GRAD, _IS_THERE = operator.attrgetter("grad"), partial(operator.is_not, None)
 
 
 def run_backward(loss: Tensor, seed: Tensor) -> None:
-    """Add `seed` times the gradient of the loss (both of one element) to the parameters' gradients.
-
-    `loss.backward(seed)` ends in the same call, after 15 others that check what is given here: 40 us on a CPU.
-    """
+    """Do what `loss.backward(seed)` does, without its 15 calls that check arguments: they take 40 us on a CPU."""
     _ENGINE._execution_engine.run_backward(
         (loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )

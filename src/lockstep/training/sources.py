@@ -253,12 +253,8 @@ def evaluation_named(name: str) -> Iterator[None]:
     try:
         yield
     except UnusableSamples as error:
-        raise UnusableSamples(
-            f"data.evaluation.{name}: {error}. Mend the sample, or leave it out of the set: data.bad_samples is for "
-            "training samples only",
-            error.samples,
-            name,
-        ) from error.__cause__
+        text = f"data.evaluation.{name}: {error}. Mend it, or remove it from the set (data.bad_samples is for training)"
+        raise UnusableSamples(text, error.samples, name) from error.__cause__
 
 
 def _aligned(section: DataSource, source: Source, head: Head | None) -> bool:
