@@ -40,12 +40,12 @@ from torch import Tensor
 from lockstep.config.schema import Config, HuggingFaceData
 from lockstep.core.cache_files import cache_folder, cache_remedy, locked
 from lockstep.core.drafts import whole_folder
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import ConfigError, UnusableSamples
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data import noise, windows
-from lockstep.data.bad_samples import UnfitItem, read_or_explain
+from lockstep.data.bad_samples import read_or_explain
 from lockstep.data.columns import check_columns, check_first_texts
 from lockstep.data.hub import (
     begin_tokens,
@@ -245,10 +245,10 @@ class Texts:
         self._of_text = [column for column in named if column is not None]
 
     def at(self, indices: Indices) -> dict[str, list[Any]]:
-        """Return the columns of the rows at `indices`. Raises UnfitItem for one without a text."""
+        """Return the columns of the rows at `indices`. Raises UnusableSamples for one without a text."""
         columns = self._at(indices)
         for column in self._of_text:
-            check_texts(columns[column], indices + 1, column, self.where, UnfitItem)
+            check_texts(columns[column], indices + 1, column, self.where, UnusableSamples)
         return columns
 
     def _at(self, indices: Indices) -> dict[str, list[Any]]:
