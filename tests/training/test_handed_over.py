@@ -68,9 +68,7 @@ WRONG = {
     ),
     "loader": (
         lambda: {"train_dataset": DataLoader(small.points())},
-        "a DataLoader isn't a dataset; pass the one that it loads: train_dataset=loader.dataset, with "
-        "data.shuffle: false, since it doesn't shuffle, and collate=loader.collate_fn if it has a custom one. Its "
-        "batch_size is batch.micro_size, its num_workers data.loader.workers",
+        "a DataLoader isn't a dataset; pass the one that it loads: train_dataset=loader.dataset",
     ),
     "data module": (
         lambda: {"train_dataset": DataModule()},

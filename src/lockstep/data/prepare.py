@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +40,7 @@ Ids = NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokenizer:
+class Tokenizer:
     """A tokenizer that encodes texts without special tokens."""
 
     name: str
@@ -84,11 +84,11 @@ def prepare(
     if len(set(names)) < len(names):
         raise ConfigError("held_out writes a split named held-out, the same as split; give split another name")
     missing = [folder for folder in (output, *output.parents) if not folder.exists()]
-    writers = [_SplitWriter(output, name, loaded) for name in names]
+    writers = [SplitWriter(output, name, loaded) for name in names]
     try:
         output.mkdir(parents=True, exist_ok=True)
         with locked(output / _LOCK, f"preparing {output}", stays=False) as show:
-            return _write(writers, _shown(_documents(inputs, split, column, configuration), show), held_out)
+            return write_splits(writers, _shown(_documents(inputs, split, column, configuration), show), held_out)
     except OSError as error:
         remedy = "; name a folder with space" if error.errno in DISK_FULL else ""
         raise ConfigError(f"{error.filename or output}: {error.strerror or error}{remedy}") from error
@@ -98,7 +98,7 @@ def prepare(
                 folder.rmdir()
 
 
-def _write(writers: Sequence[_SplitWriter], documents: Iterator[str], held_out: int | None) -> dict[str, Header]:
+def write_splits(writers: Sequence[SplitWriter], documents: Iterator[str], held_out: int | None) -> dict[str, Header]:
     """Write the splits, and make all of them exist once each is complete. Raises OSError."""
     try:
         for writer in writers:
@@ -174,6 +174,11 @@ def _rows(name: str, configuration: str | None, split: str, column: str) -> Iter
     rows = load_rows(name, configuration, split)
     check_columns(rows.column_names, [column])
     where = name if local_path(name).expanduser().is_file() else f"dataset {name}, split {split}"
+    return texts_of(rows, column, where)
+
+
+def texts_of(rows: Any, column: str, where: str) -> Iterator[str]:
+    """Yield the texts of a column of a datasets.Dataset. Raises ConfigError for a row without one."""
     first = 1
     for batch in rows.select_columns([column]).iter(batch_size=_BATCH):
         check_texts(batch[column], count(first), column, where)
@@ -184,11 +189,16 @@ def _rows(name: str, configuration: str | None, split: str, column: str) -> Iter
 # --- tokens -----------------------------------------------------------------------------------------------------
 
 
-def _tokenizer(name: str) -> _Tokenizer:
+def _tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         as_bytes = lambda texts: [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]  # noqa: E731
-        return _Tokenizer("bytes", _BYTE_END + 1, _BYTE_END, as_bytes)
-    loaded = load_tokenizer(name)
+        return Tokenizer("bytes", _BYTE_END + 1, _BYTE_END, as_bytes)
+    folder = Path(name).expanduser()  # runs may start in another folder
+    return plain_tokenizer(str(folder.resolve()) if folder.is_dir() else name, load_tokenizer(name))
+
+
+def plain_tokenizer(name: str, loaded: Any) -> Tokenizer:
+    """Return a tokenizer of the transformers library. Raises ConfigError if it can't end a document."""
     end = end_token(loaded)
     if end is None:
         raise ConfigError(f"tokenizer {name} has no token (eos or sep) to end a document with")
@@ -196,17 +206,16 @@ def _tokenizer(name: str) -> _Tokenizer:
     def encode(texts: list[str]) -> list[Ids]:
         return [np.array(ids, dtype=np.uint32) for ids in loaded(texts, add_special_tokens=False)["input_ids"]]
 
-    folder = Path(name).expanduser()  # runs may start in another folder
-    return _Tokenizer(str(folder.resolve()) if folder.is_dir() else name, len(loaded), int(end), encode)
+    return Tokenizer(name, len(loaded), int(end), encode)
 
 
 # --- files ------------------------------------------------------------------------------------------------------
 
 
-class _SplitWriter:
+class SplitWriter:
     """A writer of a split's files, which are drafts until they are published."""
 
-    def __init__(self, folder: Path, name: str, tokenizer: _Tokenizer) -> None:
+    def __init__(self, folder: Path, name: str, tokenizer: Tokenizer) -> None:
         self.name = name
         self._folder = folder
         self._tokenizer = tokenizer
