@@ -106,7 +106,7 @@ def test_what_is_of_another_kind_is_refused_with_what_to_hand_over(case: str, tm
     usual = {"train_dataset": small.points(), "objective": nn.CrossEntropyLoss(reduction="sum")}
     with pytest.raises(lockstep.ConfigError) as refused:
         lockstep.train(config, **{**usual, **arguments()})
-    assert str(refused.value) == message
+    assert str(refused.value).startswith(message)
 
 
 GIVEN: dict[str, Any] = {"model": small.Net, "train_dataset": small.points(), "objective": nn.CrossEntropyLoss()}
