@@ -16,6 +16,7 @@ from lockstep.core import formatting
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.comparison import Comparison, TensorDifference
+    from lockstep.core.records import LeftOutSample
     from lockstep.training.ledger import Audit
 
 _MAX_VALUE = 100  # characters
