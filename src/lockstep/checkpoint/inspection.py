@@ -148,7 +148,6 @@ def keep_reasons(checkpoints: Sequence[ListedCheckpoint], section: Checkpoint) -
 
 
 def _deletable(checkpoints: Sequence[ListedCheckpoint], section: Checkpoint) -> list[int]:
-    """Return the steps that need not be kept. Raises ConfigError, as `keep_reasons`."""
     entries, epoch = _entries(checkpoints, section), _epoch_samples(checkpoints)
     if epoch is None and entries and section.keep_every is not None and section.keep_every.unit == "epochs":
         raise ConfigError(f"keep_every is {section.keep_every}, and no checkpoint here records the length of an epoch")

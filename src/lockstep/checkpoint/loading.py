@@ -95,7 +95,6 @@ def move_newer_aside(storage: Storage, step: int, broken: Mapping[str, str]) -> 
 
 
 def _is_foreign(storage: Storage, name: str) -> bool:
-    """Return whether the manifest is intact and another run's."""
     try:
         read_manifest(storage, name)
     except CorruptCheckpoint as fault:
@@ -104,7 +103,6 @@ def _is_foreign(storage: Storage, name: str) -> bool:
 
 
 def _candidates(storage: ReadableStorage, step: int | None, until: int | None) -> list[str] | str:
-    """Return the names to try, newest first, or why there are none."""
     try:
         names = names_by_step(storage.names())
     except OSError as error:
@@ -155,7 +153,6 @@ def _is_near(storage: ReadableStorage, name: str) -> bool:
 
 
 def _intact_manifest(storage: ReadableStorage, name: str) -> bytes | str:
-    """Return the manifest as stored, or why it can't be used."""
     try:
         data = manifest_bytes(storage, name)
         checked_manifest(storage, name, data)
@@ -209,7 +206,6 @@ def _mismatch(manifest: Manifest, live: TrainingState, recast: Collection[str]) 
 
 
 def _fits(saved: TensorInfo, tensor: Tensor, *, of_any_dtype: bool) -> bool:
-    """Return whether shapes are equal, and, unless any dtype will do, both or neither are floating point."""
     dtype: torch.dtype = getattr(torch, saved.dtype)
     are_alike = dtype.is_floating_point == tensor.dtype.is_floating_point
     return saved.shape == tuple(tensor.shape) and (are_alike or of_any_dtype)

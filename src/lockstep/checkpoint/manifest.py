@@ -218,7 +218,6 @@ def _with_hash(body: Any) -> bytes:
 
 
 def _check_grids(manifest: Manifest) -> None:
-    """Raise CorruptCheckpoint unless each tensor has a grid, of files that exist."""
     if len(manifest.files) != manifest.ranks or not all(
         shard_file(rank) in manifest.files for rank in range(manifest.ranks)
     ):

@@ -155,7 +155,6 @@ class Reader:
                 file.close()
 
     def _checked_table(self, name: str, entry: FileEntry) -> FileTable:
-        """Check size and header of the open file; return what it holds."""
         assert self._file is not None, "the file is open"
         if self._file.size != entry.size:
             raise CorruptCheckpoint(name, f"has {self._file.size:,} bytes, and had {entry.size:,} when it was written")

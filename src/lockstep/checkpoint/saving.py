@@ -242,7 +242,6 @@ class Saver:
             save.run_in_background(self._settle, failed=failed)
 
     def _first_failure(self, save: _Save) -> str:
-        """Return the failure of the first rank that has one, on all ranks."""
         failures = cast("list[str | None]", self._axis.gather(save.failure))
         rank, failure = next((rank, failure) for rank, failure in enumerate(failures) if failure is not None)
         return f"rank {rank}: {failure}" if self._axis.size > 1 else failure
@@ -250,7 +249,6 @@ class Saver:
     # --- in the background ----------------------------------------------------------------------------------------
 
     def _write(self, save: _Save) -> None:
-        """Write this rank's file; then this rank has settled."""
         try:
             save.snapshot.complete()
             owner = self._storage.owner()
@@ -329,5 +327,4 @@ def failure_reason(error: Exception) -> str:
 
 
 def _is_disk_full(failure: str | None) -> bool:
-    """Return whether a save failed because there was no space, on any rank."""
     return failure is not None and any(os.strerror(number) in failure for number in (errno.ENOSPC, errno.EDQUOT))

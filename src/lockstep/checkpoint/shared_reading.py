@@ -90,7 +90,6 @@ class SharedReading:
                 self._pass_around(ring, tensors)
 
     def _copy_first(self, tensors: Sequence[Tensor]) -> None:
-        """Copy what the first rank has read to all."""
         for views in _buffers(tensors):
             packed = _packed(views).numpy().tobytes() if self._axis.rank == 0 else None
             data = cast("bytes", self._axis.broadcast(packed))

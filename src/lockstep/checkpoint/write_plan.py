@@ -98,7 +98,6 @@ class WritePlan:
         return self._numbered
 
     def _grid(self, number: int, share: int, name: str) -> Grid:
-        """Return the grid of a tensor of a group, which all tensors of its shape have in common."""
         group, shape = self.groups[number], self.infos[name].shape
         key = number, share, shape if group.sharding is not None else None
         grid = self._grids.get(key)

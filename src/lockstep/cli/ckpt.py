@@ -315,7 +315,6 @@ def _add_step(parser: argparse._ActionsContainer) -> None:
 
 
 def _every(text: str) -> Every:
-    """Return an interval in the format of `checkpoint.keep_every`."""
     from lockstep.config.every import Every
 
     try:
@@ -328,7 +327,6 @@ def _every(text: str) -> Every:
 
 
 def _chosen(args: argparse.Namespace) -> tuple[CheckpointLocation, str, Manifest]:
-    """Return the checkpoint of `--step`, else the newest: where it is, its name and its manifest."""
     from lockstep.checkpoint.inspection import as_verification_error
     from lockstep.checkpoint.reading import read_manifest
     from lockstep.training.locations import choose, find

@@ -48,8 +48,6 @@ _warned = 0
 
 
 class _SampleNote(str):
-    """A note on an exception that states which sample raised it."""
-
     sample: int
 
 
@@ -146,7 +144,6 @@ def _error_of(read: Callable[[Indices], object], indices: Indices) -> Exception 
 
 
 def _reraise_out_of_memory(error: Exception, indices: Indices) -> None:
-    """Raise the error, marked with the samples that were read, if memory ran out."""
     if out_of_memory_cause(error):
         note_location(error, "data", f"while reading {_named_of(error, indices)}")
         raise error

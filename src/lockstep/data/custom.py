@@ -116,8 +116,6 @@ def _of_columns(dataset: Any) -> Any:
 
 
 class _Columns:
-    """Rows of named tensors [samples, ...]."""
-
     def __init__(self, columns: dict[str, Tensor]) -> None:
         self._columns = columns
 

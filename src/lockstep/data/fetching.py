@@ -274,7 +274,6 @@ _running: list[Kills] = []  # the kernel's counts when each set of workers start
 
 
 def _death(error: Exception, kills_before: Kills) -> RunFailed:
-    """Return the failure that names the samples that dead workers were fetching."""
     if isinstance(error.__cause__, RunFailed):  # raised in the handler of SIGCHLD
         return error.__cause__
     message = str(error).partition(_TORCHS_ADVICE)[0].strip(" .")

@@ -102,7 +102,6 @@ def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: s
 
 
 def _check_options(section: HuggingFaceData, task: str | None) -> None:
-    """Raise ConfigError if the task needs another option or doesn't take one of these."""
     model = task or "a custom model"
     completes = task in _COMPLETED and section.label is not None
     if task in _NEEDS_LABEL and section.label is None:

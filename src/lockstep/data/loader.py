@@ -45,8 +45,6 @@ _BLOCK = 4096  # positions whose order is computed at once: 0.04 us each; 8 us e
 
 @dataclass(slots=True)
 class _Share:
-    """The part of an update that this rank fetches."""
-
     requests: list[FetchRequest]
     samples: int
     epoch: int
@@ -209,7 +207,6 @@ class TrainingLoader:
         return fetch(self._source, request)
 
     def _shares(self, step: int, cursor: int, stop: int | None) -> Iterator[_Share]:
-        """Yield the shares from `cursor` to `stop`, in blocks of equal updates."""
         while cursor != stop:
             epoch, position = divmod(cursor, self.epoch_samples)
             left = self.epoch_samples - position

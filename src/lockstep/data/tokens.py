@@ -249,7 +249,6 @@ class WholeDocuments:
         return Batch({name: torch.from_numpy(inputs)}, torch.from_numpy(targets), len(indices), int(ends[-1]))
 
     def _targets(self, text: windows.Tokens, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return each token itself or, if not aligned, the next in its piece, [tokens]."""
         targets: NDArray[np.int64] = text.astype(np.int64)
         if self._aligned:
             targets[starts] = _IGNORED  # after the shift, the target of the previous piece's last token
@@ -260,7 +259,6 @@ class WholeDocuments:
 
 
 def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return starts[0] .. starts[0] + lengths[0], then starts[1] .. and so on."""
     ends = np.cumsum(lengths)
     positions: NDArray[np.int64] = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
     return positions

@@ -79,7 +79,6 @@ class _PlainValuesPlanner(_EmptyStateDictLoadPlanner):
 
 
 def _check(folder: Path, metadata: Any) -> None:
-    """Raise ConfigError if a file or a part of a tensor is missing."""
     for place in metadata.storage_data.values():
         name = str(place.relative_path)
         if name != Path(name).name or not (folder / name).is_file():

@@ -119,7 +119,6 @@ def _flat(place: Path, saved: Mapping[Any, Any]) -> PeerOptimizer:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a group that are numbers, and its betas."""
     single = {
         key: each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for key, each in group.items()
     }

@@ -95,7 +95,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _status(text: str) -> str:
-    """Return the status of the reply; empty: there was none."""
     return _group(r"status code: (\d+)", text)
 
 
