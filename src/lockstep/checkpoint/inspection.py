@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
-from lockstep.checkpoint.ownership import MAX_BYTES, OWNER, from_bytes
 from lockstep.checkpoint.reading import Reader, read_manifest
 from lockstep.checkpoint.retention import RetentionEntry, best_step, steps_to_delete
-from lockstep.checkpoint.storage import MANIFEST, names_by_step, read_small
+from lockstep.checkpoint.storage import MANIFEST, names_by_step
 from lockstep.config.schema import Checkpoint
 from lockstep.core import checksums
 from lockstep.core.errors import ConfigError, RunFailed, VerificationError
@@ -184,18 +183,6 @@ def verify(storage: ReadableStorage, name: str) -> VerificationResult:
     except CorruptCheckpoint as error:
         fault = str(error)
     return VerificationResult(name, size, time.perf_counter() - began, fault)
-
-
-def verify_owner(storage: ReadableStorage) -> Iterator[VerificationResult]:
-    """Verify what records the run of the checkpoints, if anything does."""
-    data, fault = b"", "it isn't what was written; the next start of the run writes it again"
-    try:
-        data = read_small(storage.open("", OWNER), MAX_BYTES)
-    except FileNotFoundError:
-        return
-    except OSError as error:  # too large, or no file
-        fault = error.strerror or str(error)
-    yield VerificationResult(OWNER, len(data), 0.0, None if from_bytes(data) else fault)
 
 
 def verify_weights(folder: Path) -> Iterator[VerificationResult]:

@@ -188,7 +188,7 @@ class Reader:
             at = part.stored.at + start
             self._fill(part.file, at, data)
             digest = self._hasher(part.file).hash_block(part.name, start, data)
-            if digest != part.stored.blocks[start // hashing.BLOCK_BYTES]:
+            if digest != part.stored.hash_of(start // hashing.BLOCK_BYTES):
                 reason = f"bytes {at:,} to {at + len(data):,}, of {part.name}, are not what was written"
                 raise CorruptCheckpoint(part.file, reason)
 

@@ -47,7 +47,7 @@ from lockstep.data.hub import (
     tokenizer_identity,
 )
 from lockstep.data.order import Indices
-from lockstep.data.prepare import SplitWriter, plain_tokenizer, texts_of, write_splits
+from lockstep.data.prepare import plain_tokenizer, texts_of, write_splits
 from lockstep.data.sources import LANGUAGE_MODEL
 from lockstep.data.tokens import cached_folder, open_tokens
 
@@ -314,7 +314,7 @@ def _packed(texts: Texts, *, aligned: bool) -> Source:
                     show(f"{number:,} of {len(texts.rows):,} documents")
                 yield text
 
-        write_splits([SplitWriter(folder, "train", tokenizer)], documents(), None)
+        write_splits(folder, ["train"], tokenizer, documents())
 
     folder = cached_folder("packed", texts.stream_key(), f"tokenizing dataset {section.name}", tokenize)
     return open_tokens(Tokens(kind="tokens", folder=str(folder), length=section.max_length), aligned=aligned)
