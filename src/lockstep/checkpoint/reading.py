@@ -203,6 +203,15 @@ class Reader:
         return BlockHasher(self._manifest.run, self._manifest.step, file)
 
 
+def is_intact(storage: ReadableStorage, name: str) -> bool:
+    """Return whether every byte of a checkpoint is what was written."""
+    try:
+        Reader(storage, name, read_manifest(storage, name)).verify()
+    except CorruptCheckpoint:
+        return False
+    return True
+
+
 @contextmanager
 def _map_for(size: int) -> Iterator[Callable[..., Iterator[None]]]:
     """Yield the `map` that reads this many bytes: by threads, or by this one."""
