@@ -92,14 +92,9 @@ def list_checkpoints(storage: Storage) -> list[ListedCheckpoint]:
         try:
             checkpoints.append(ListedCheckpoint(name, step, read_manifest(storage, name), None))
         except CorruptCheckpoint as fault:
-            if _still_exists(storage, name):
+            if name in storage.names():  # a run in progress has not deleted it since it was listed
                 checkpoints.append(ListedCheckpoint(name, step, None, str(fault)))
     return checkpoints
-
-
-def _still_exists(storage: Storage, name: str) -> bool:
-    """Return False if a run in progress has deleted the checkpoint since it was listed."""
-    return name in storage.names()
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -197,7 +192,7 @@ def verify_all(storage: Storage) -> Iterator[VerificationResult]:
     """Verify all checkpoints, the oldest first."""
     for name in names_by_step(storage.names()).values():
         result = verify(storage, name)
-        if result.fault is None or _still_exists(storage, name):
+        if result.fault is None or name in storage.names():
             yield result
 
 

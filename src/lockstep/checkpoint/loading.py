@@ -124,8 +124,9 @@ def _load(
         # what is in the memory of all ranks' host costs less to read than to pass on
         near = isinstance(storage, WithMemory) and storage.is_near(name)
         try:
-            stored = manifest_bytes(storage, name), near
-            checked_manifest(storage, name, cast("bytes", stored[0]))
+            content = manifest_bytes(storage, name)
+            checked_manifest(storage, name, content)
+            stored = content, near
         except CorruptCheckpoint as fault:
             stored = str(fault), near
     data, near = cast("tuple[bytes | str, bool]", axis.broadcast(stored))

@@ -181,11 +181,7 @@ def amended(
 
 
 def from_bytes(data: bytes) -> Manifest:
-    """Return the manifest that `data` holds.
-
-    Raises:
-        CorruptCheckpoint: The bytes are no manifest that this version can read.
-    """
+    """Return the manifest that `data` holds. Raises CorruptCheckpoint."""
     body = intact_body(data)
     version = body.get("format_version") if isinstance(body, dict) else None
     if type(version) is not int or version != FORMAT_VERSION:

@@ -67,11 +67,7 @@ TRAINING = ItemReading()
 
 
 def open_custom(section: CustomData, reading: ItemReading = TRAINING) -> Source:
-    """Return the source that the section names; `reading` as of `adapt_dataset`.
-
-    Raises:
-        ConfigError: It can't be imported or called, or is neither a map-style Dataset nor a source.
-    """
+    """Return the source that the section names; `reading` as of `adapt_dataset`. Raises ConfigError."""
     dataset = construct("sources", section.target, section.arguments)
     collate = import_target(section.collate) if section.collate else None
     if collate is not None and not callable(collate):

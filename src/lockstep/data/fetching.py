@@ -96,11 +96,7 @@ class Workers:
 
 
 def fetch_all(source: Source, requests: Iterable[FetchRequest], workers: Workers) -> Iterator[Batch]:
-    """Return an iterator over the batches of the requests.
-
-    Raises:
-        RunFailed: The source raised, or a worker died; it names the samples.
-    """
+    """Return an iterator over the batches of the requests. Raises RunFailed."""
     if workers.number == 0:
         return (fetch(source, request) for request in requests)
     return _from_workers(source, requests, workers)

@@ -60,11 +60,7 @@ _SHOWN_EVERY = 1000  # documents
 
 
 def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: str | None) -> Source:
-    """Return the source of a dataset's rows.
-
-    Raises:
-        ConfigError: Data or tokenizer are missing, or don't suit the task.
-    """
+    """Return the source of a dataset's rows. Raises ConfigError."""
     name = section.tokenizer or tokenizer
     if name is None:
         raise ConfigError("data of kind huggingface needs a `tokenizer`: a folder or hub name; the model has none")
@@ -171,16 +167,17 @@ class Texts:
 
     def fingerprint(self, kind: str) -> str:
         """Return a hash of rows spread over the dataset, the vocabulary and the options."""
-        covered = np.unique(np.linspace(0, len(self.rows) - 1, _FINGERPRINT_ROWS).astype(np.int64))
         options = self.section.model_dump(exclude={"name", "tokenizer", "split", "configuration", "train_on_prompt"})
         vocabulary = sorted(self.tokenizer.get_vocab().items())
-        return windows.fingerprint(kind, len(self.rows), read_or_explain(self._at, covered), options, vocabulary)
+        return windows.fingerprint(kind, len(self.rows), self._sampled(), options, vocabulary)
+
+    def _sampled(self) -> dict[str, list[Any]]:
+        sampled = np.unique(np.linspace(0, len(self.rows) - 1, _FINGERPRINT_ROWS).astype(np.int64))
+        return read_or_explain(self._at, sampled)
 
     def stream_key(self) -> str:
         """Return a hash of all that the documents' tokens depend on."""
-        sampled = np.unique(np.linspace(0, len(self.rows) - 1, _FINGERPRINT_ROWS).astype(np.int64))
-        texts = read_or_explain(self._at, sampled)[self.section.text]
-        source = (rows_identity(self.rows), self.section.text, texts)
+        source = (rows_identity(self.rows), self.section.text, self._sampled()[self.section.text])
         return windows.fingerprint("stream", FORMAT, *source, tokenizer_identity(self.tokenizer))
 
 
@@ -332,11 +329,7 @@ def _following(targets: Tensor) -> Tensor:
 
 
 def _num_outputs(rows: Any, label: str) -> int:
-    """Return the length of the label's lists, 0 or 1 for each class; 1 for a single number.
-
-    Raises:
-        ConfigError: The lists differ in length.
-    """
+    """Return the length of the label's lists, 0 or 1 for each class; 1 for a single number. Raises ConfigError."""
     lengths = {len(value) if isinstance(value, list) else 1 for value in rows[label]}
     if len(lengths) > 1:
         raise ConfigError(
@@ -359,11 +352,7 @@ def _refuse_unlabeled(rows: Any, label: str, where: str) -> None:
 
 
 def _num_classes(rows: Any, label: str) -> int:
-    """Return the number of classes in the label column.
-
-    Raises:
-        ConfigError: Its values aren't numbers from 0.
-    """
+    """Return the number of classes in the label column. Raises ConfigError: its values aren't numbers from 0."""
     values = set(rows.unique(label))
     wrong = [value for value in values if not isinstance(value, int)]
     if wrong:

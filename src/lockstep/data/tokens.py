@@ -268,11 +268,7 @@ def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np
 
 
 def read_header(folder: Path, split: str) -> Header:
-    """Return a split's header.
-
-    Raises:
-        ConfigError: There is none, or its format isn't supported.
-    """
+    """Return a split's header. Raises ConfigError: there is none, or its format isn't supported."""
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder.absolute()}; {_PREPARE}")
     path = folder / f"{split}.json"

@@ -103,11 +103,7 @@ def is_dcp(folder: Path) -> bool:
 
 
 def read_dcp(folder: Path) -> dict[Any, Any]:
-    """Return what was saved, as nested mappings; values that aren't tensors or plain are None.
-
-    Raises:
-        ConfigError: Files are missing or damaged, or the metadata names unknown classes.
-    """
+    """Return what was saved, as nested mappings; values that aren't tensors or plain are None. Raises ConfigError."""
     content: dict[Any, Any] = {}
     try:
         with warnings.catch_warnings():

@@ -155,11 +155,7 @@ def listed(file: ForeignFile, ranks: int | None = None) -> tuple[ImportedKey, ..
 
 
 def nested(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return settings with dotted keys as nested sections, in the order of the schema.
-
-    Raises:
-        ConfigError: A key is both a section and a value.
-    """
+    """Return settings with dotted keys as nested sections, in the order of the schema. Raises ConfigError."""
     tree: dict[str, object] = {}
     for key, value in settings.items():
         *sections, last = key.split(".")
