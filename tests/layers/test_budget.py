@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 88_114
+MOST_LINES = 88_035
 MOST_FILES = 503
-MOST_CODE = 51_828
+MOST_CODE = 51_815
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
 LARGER_PACKAGES = {"training": 10_236, "monitor": 6_447, "launch": 5_721}
