@@ -34,7 +34,6 @@ from lockstep.checkpoint.inventory import (
 )
 from lockstep.checkpoint.loading import LoadedCheckpoint, load_newest
 from lockstep.checkpoint.local import LocalFile, LocalStorage
-from lockstep.checkpoint.manifest import ELEMENT_BYTES
 from lockstep.checkpoint.reading import Reader
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
 from lockstep.checkpoint.shard_grid import Grid
@@ -69,7 +68,7 @@ def test_the_shards_of_a_mesh_are_those_of_torch(mesh: Any) -> None:
     dims = tuple(None if isinstance(placement, Replicate) else placement.dim for placement in placements)
     strides = tuple(getattr(placement, "split_factor", 1) for placement in placements)
     table = InventoryTable((("w", "float32", shape, 0),), (MeshSharding(0, sizes, dims, strides),))
-    plan = WritePlan(Inventories([table], [ranks], [(tuple(ranks),)] * len(ranks), [{}] * len(ranks)), ELEMENT_BYTES)
+    plan = WritePlan(Inventories([table], [ranks], [(tuple(ranks),)] * len(ranks), [{}] * len(ranks)))
     index_of, grids = plan.grids()
     grid = grids[index_of["w"]]
     assert grid.fault(shape, len(ranks)) is None
@@ -124,7 +123,7 @@ def _sharded(tensors: int, ranks: int, rank: int) -> dict[str, Any]:
 def test_a_rank_sends_the_same_few_bytes_whatever_it_holds(tensors: int) -> None:
     axis = Alike(1024, 5)
     held = gather_inventories(inventory(_sharded(tensors, 1024, 5)), axis)  # type: ignore[arg-type]
-    items = WritePlan(held, ELEMENT_BYTES).items(5, _sharded(tensors, 1024, 5))
+    items = WritePlan(held).items(5, _sharded(tensors, 1024, 5))
     assert [item.box for item in items] == [Box((5, 0), (1, 4))] * tensors
     assert len(axis.sent) == 1
     assert axis.sent[0] < 200
@@ -134,7 +133,7 @@ def test_a_manifest_grows_with_tensors_and_with_ranks_and_not_with_both(tmp_path
     sizes = {}
     for ranks, tensors in product((2, 64), (10, 100)):
         held = gather_inventories(inventory(_sharded(tensors, ranks, 0)), Alike(ranks, 0))  # type: ignore[arg-type]
-        index_of, grids = WritePlan(held, ELEMENT_BYTES).grids()
+        index_of, grids = WritePlan(held).grids()
         sizes[ranks, tensors] = len(json.dumps([index_of, [(grid.cuts, grid.ranks) for grid in grids]]))
     assert sizes[64, 100] - sizes[64, 10] == sizes[2, 100] - sizes[2, 10]
 
@@ -153,7 +152,7 @@ def test_what_stages_hold_in_common_is_written_once(monkeypatch: pytest.MonkeyPa
 
     def act(rank: int) -> None:
         held = gather_inventories(inventory(tensors(rank)), meeting.axis(rank))
-        items[rank] = WritePlan(held, ELEMENT_BYTES).items(rank, tensors(rank))
+        items[rank] = WritePlan(held).items(rank, tensors(rank))
 
     together(4, act)
     names = {rank: {item.name for item in items[rank]} for rank in range(4)}
@@ -175,7 +174,7 @@ def test_replicas_of_a_sharded_tensor_write_shares_of_it(monkeypatch: pytest.Mon
     ]
     for local in ([hybrid] * 4, [tensor[0], tensor[0], tensor[1], tensor[1]]):
         held = Inventories([local[0].table], [[0, 1, 2, 3]], [of.meshes for of in local], [{}] * 4)
-        index_of, grids = WritePlan(held, ELEMENT_BYTES).grids()
+        index_of, grids = WritePlan(held).grids()
         written = [grids[index_of[name]].ranks for name, *_ in rows]
         assert written == [(0, 1), (0, 1), (2, 3), (2, 3)]
     assert all(index != WHOLE for *_, index in rows)
@@ -281,7 +280,7 @@ def test_a_later_save_of_the_same_tensors_describes_nothing_again(
 ) -> None:
     described: list[int] = []
     monkeypatch.setattr(
-        "lockstep.checkpoint.save_planner.inventory", lambda tensors: described.append(1) or inventory(tensors)
+        "lockstep.checkpoint.write_plan.inventory", lambda tensors: described.append(1) or inventory(tensors)
     )
     axis = Meeting(1).axis(0)
     saver = Saver(LocalStorage(tmp_path), axis, torch.device("cpu"), RunMetadata("run", {}, {}))

@@ -13,9 +13,9 @@ from kit.storing import Meeting, rank_states, save, state_of, together
 from lockstep.checkpoint import reading
 from lockstep.checkpoint.loading import load_newest
 from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.memory_parts import WithMemory
 from lockstep.checkpoint.memory_saving import MemorySaver
 from lockstep.checkpoint.saving import RunMetadata, StepMetadata
-from lockstep.checkpoint.with_memory import WithMemory
 from lockstep.distributed.collectives import LocalGroup
 
 WEIGHT = torch.arange(24.0).reshape(4, 6)

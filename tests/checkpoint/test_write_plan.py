@@ -15,10 +15,8 @@ from kit.storing import Divided, Meeting, rank_states, saved, state_of, together
 from lockstep.checkpoint import write_plan
 from lockstep.checkpoint.file_layout import WriteItem
 from lockstep.checkpoint.inventory import gather_inventories, inventory
-from lockstep.checkpoint.manifest import ELEMENT_BYTES
 from lockstep.checkpoint.reading import Reader, ReadItem
-from lockstep.checkpoint.save_planner import SavePlanner
-from lockstep.checkpoint.write_plan import WritePlan
+from lockstep.checkpoint.write_plan import SavePlanner, WritePlan
 from lockstep.core.errors import RunFailed
 from lockstep.distributed.collectives import LocalGroup
 from lockstep.distributed.shard_boxes import Box, local_shards
@@ -55,7 +53,7 @@ def _planned(states: Sequence[Mapping[str, Any]]) -> list[list[WriteItem]]:
 
     def rank(number: int) -> None:
         held = gather_inventories(inventory(states[number]), meeting.axis(number))
-        items[number] = WritePlan(held, ELEMENT_BYTES).items(number, states[number])
+        items[number] = WritePlan(held).items(number, states[number])
 
     together(len(states), rank)
     return [items[number] for number in range(len(states))]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from kit import small
 from kit.storing import Meeting, rank_states, save, saved, state_of
 from torch import Tensor
@@ -25,7 +26,6 @@ from lockstep.checkpoint.comparison import tensor_difference
 from lockstep.checkpoint.inspection import list_checkpoints, verify_all
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import Manifest, to_bytes
-from lockstep.checkpoint.ownership import OWNER, Owner
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
 from lockstep.cli.main import main
@@ -275,16 +275,15 @@ def test_help_lists_every_command(ask: Ask) -> None:
 
 def test_show_prints_the_contents_of_a_manifest(ask: Ask, run: Path) -> None:
     answer = ask("show", run, "--json")
-    text = "\n".join(answer.lines[:-1])
     contents = answer.json
     manifest = read_manifest(LocalStorage(run / "checkpoints"), "step-00000008")
     assert answer.lines[0] == str(run / "checkpoints/step-00000008")
-    assert f"\nrun       {manifest.run}\n" in text
-    for line in ("    steps: 8\n", "  progress.steps      8\n", "\nledger: 1 segment\n  attempt 1, digest "):
-        assert line in text
-    assert text.endswith("\ntensors: 16: model 4 (268 B), optimizer 12 (552 B)")
+    shown = yaml.safe_load("\n".join(answer.lines[1:-1]))
+    assert (shown["run"], shown["step"], shown["config"]["run"]["steps"]) == (manifest.run, 8, 8)
+    assert shown["ledger"][0]["attempt"] == 1
+    assert shown["tensors"] == {"model": "4 (268 B)", "optimizer": "12 (552 B)"}
     torch_version = metadata.version("torch")  # the package's: torch.__version__ may add +cu130
-    assert f"torch {torch_version}" in text
+    assert shown["versions"]["torch"] == torch_version
     assert contents["environment"]["packages"]["torch"] == torch_version
     assert (contents["run_id"], contents["step"], contents["samples"], contents["ranks"]) == (manifest.run, 8, 80, 1)
     assert contents["config"] == manifest.config
@@ -296,10 +295,7 @@ def test_show_prints_the_contents_of_a_manifest(ask: Ask, run: Path) -> None:
 def test_show_lists_tensors(ask: Ask, tmp_path: Path) -> None:
     _save(tmp_path, 3, {"model.a": torch.zeros(2, 3), "model.b": torch.zeros((), dtype=torch.bfloat16)})
     answer = ask("show", tmp_path, "--tensors", "--json")
-    assert [line.split() for line in answer.lines[-3:-1]] == [
-        ["model.a", "float32", "[2,", "3]", "24", "B"],
-        ["model.b", "bfloat16", "[]", "2", "B"],
-    ]
+    assert answer.lines[-3:-1] == ["  model.a: float32 [2, 3], 24 B", "  model.b: bfloat16 [], 2 B"]
     assert answer.json["tensors"]["model.b"] == {"dtype": "bfloat16", "shape": [], "size": 2}
 
 
@@ -316,18 +312,13 @@ def test_show_chooses_by_step_or_path(ask: Ask, run: Path) -> None:
 def test_verify_reads_every_byte(ask: Ask, tmp_path: Path) -> None:
     tensors = {"model.a": torch.randn(5, 3), "model.b": torch.arange(4)}
     saved(tmp_path, rank_states(tensors, 2, 0))
-    LocalStorage(tmp_path).set_owner(Owner("run", "/runs/a", "a"))
     assert ask("verify", tmp_path).code == 0
-    for file in [tmp_path / OWNER, *sorted((tmp_path / "step-00000007").iterdir())]:
+    for file in sorted((tmp_path / "step-00000007").iterdir()):
         contents = file.read_bytes()
         for at in range(len(contents)):
             _flip(file, at)
             assert ask("verify", tmp_path).code == 3, (file.name, at)
             file.write_bytes(contents)
-    _flip(tmp_path / OWNER, 9)
-    assert [entry["fault"] is None for entry in ask("verify", tmp_path, "--json").json["owner"]] == [False]
-    LocalStorage(tmp_path).set_owner(Owner("run", "/runs/a", "a"))
-    assert ask("verify", tmp_path).code == 0
 
 
 def _shorten(file: Path) -> None:

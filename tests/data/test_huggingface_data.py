@@ -10,9 +10,8 @@ import torch
 
 from lockstep.config.schema import Config, HuggingFaceData
 from lockstep.core import hub
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import ConfigError, UnusableSamples
 from lockstep.data import huggingface, noise
-from lockstep.data.bad_samples import UnfitItem
 from lockstep.data.prepare import prepare
 from lockstep.data.sources import open_source
 
@@ -101,8 +100,8 @@ def test_packed_documents_are_tokenized_once_for_each_tokenizer_column_and_conte
     opened, folder, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    tokenized, blocks = [], huggingface._blocks
-    monkeypatch.setattr(huggingface, "_blocks", lambda *given: tokenized.append(1) or blocks(*given))
+    tokenized, texts_of = [], huggingface.texts_of
+    monkeypatch.setattr(huggingface, "texts_of", lambda *given: tokenized.append(1) or texts_of(*given))
     first = opened("gpt", "causal-lm", packed=True, max_length=4)
     again, longer = (opened("gpt", None, packed=True, max_length=length) for length in (4, 5))
     assert len(tokenized) == 1
@@ -143,7 +142,7 @@ def test_a_row_without_a_text_is_named(suffix, opened, tmp_path, monkeypatch):
         opened("gpt", "causal-lm", packed=True, max_length=4, name=str(file))
     source = opened("gpt", "causal-lm", name=str(file))
     assert source.fetch(np.array([0, 1])).samples == 2
-    with pytest.raises(UnfitItem, match="row 3 has no text"):
+    with pytest.raises(UnusableSamples, match="row 3 has no text"):
         source.fetch(np.array([0, 2]))
     if suffix != ".json":
         with pytest.raises(ConfigError, match="row 1 has 0 and no text in the column label"):

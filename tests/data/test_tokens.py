@@ -231,10 +231,10 @@ def test_drafts_of_a_preparation_that_was_killed_are_removed(texts):
     if process == 0:
         os._exit(0)
     os.waitpid(process, 0)
-    (folder / f"train.tokens@{socket.gethostname()}@{process}.part").write_bytes(b"x")
-    (folder / f"train.tokens@{socket.gethostname()}@{os.getppid()}.part").write_bytes(b"x")
+    (folder / f".prepare@{socket.gethostname()}@{process}.part").mkdir()
+    (folder / f".prepare@{socket.gethostname()}@{os.getppid()}.part").mkdir()
     prepared(texts)
-    assert len(list(folder.glob("*.part"))) == 1
+    assert len(list(folder.glob(".prepare@*.part"))) == 1
 
 
 def test_a_full_disk_is_reported_with_its_file_and_leaves_the_old_split(texts):
@@ -244,7 +244,7 @@ def test_a_full_disk_is_reported_with_its_file_and_leaves_the_old_split(texts):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
     try:
-        with pytest.raises(ConfigError, match=rf"{folder}/train.tokens: File too large; name a folder with space"):
+        with pytest.raises(ConfigError, match=rf"{folder}/.*/train.tokens: File too large; name a folder with space"):
             prepared(texts)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -107,7 +106,6 @@ class Once:
     ("error", "warning"),
     [
         (OSError("stale"), "reading sample 5 failed once and succeeded when it was tried again: OSError: stale ("),
-        (None, "using sample 5 failed once and succeeded when it was tried again: the dataset returned None for it"),
     ],
 )
 def test_only_the_sample_that_failed_once_is_named(
@@ -140,47 +138,23 @@ def test_an_error_of_the_whole_batch_is_reported_as_that() -> None:
         first_update(source)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(("odd", "other"), [(0, 1), (2, 0)])
-def test_the_sample_whose_shape_is_another_is_named(odd: int, other: int, workers: int) -> None:
-    items: list[Any] = [(torch.zeros(2), 1)] * 4
-    items[odd] = (torch.zeros(3), 1)
-    loader = make_loader(adapt_dataset(items), shuffle=False, global_size=4, micro_size=4, workers=workers)
-    message = f"sample {odd} can't be put into one batch with sample {other}: RuntimeError: "
-    with pytest.raises(RunFailed, match=re.escape(message)):
-        next(loader.updates(Progress()))
-    loader.close()
-
-
-def test_no_sample_is_named_if_the_shapes_of_all_differ() -> None:
+def test_samples_of_several_shapes_are_named() -> None:
     loader = make_loader(adapt_dataset([torch.zeros(size) for size in (2, 3, 4)]), shuffle=False)
     with pytest.raises(RunFailed, match="samples 0, 1, 2 can each be read, but not put into one batch: RuntimeError"):
         next(loader.updates(Progress()))
 
 
-@pytest.mark.parametrize(
-    ("item", "message"),
-    [
-        (None, "the dataset returned None for it"),
-        (
-            object(),
-            "the dataset returned a value of the type object for it, which torch can't put into a batch: return",
-        ),
-        ((torch.zeros(2), {"label": None}), "the dataset returned None as [1]['label'] of its item"),
-        (np.array(["a"]), "the dataset returned a value of the type array of <U1 for it, which torch can't put into"),
-    ],
-)
+@pytest.mark.parametrize("item", [None, object(), (torch.zeros(2), {"label": None}), np.array(["a"])])
 @pytest.mark.parametrize("place", [0, 1])
-def test_an_item_that_torch_cant_put_into_a_batch_is_named(item: object, message: str, place: int) -> None:
+def test_an_item_that_torch_cant_put_into_a_batch_is_named(item: object, place: int) -> None:
     items: list[Any] = [(torch.zeros(2), {"label": 1})] * 3
     items[place] = item
     loader = make_loader(adapt_dataset(items), shuffle=False)
-    with pytest.raises(RunFailed, match=re.escape(f"sample {place} can't be used: {message}")):
+    with pytest.raises(RunFailed, match=f"sample {place} can't be read: TypeError"):
         next(loader.updates(Progress()))
     skips = skipping(adapt_dataset(items), BadSamples(policy="skip"))
     (left_out,) = skips.fetch(np.arange(3)).left_out
     assert left_out.index == place
-    assert left_out.reason.startswith(message)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -189,7 +163,7 @@ def test_out_of_memory_is_not_blamed_on_a_sample_and_not_tried_again(workers: in
     with pytest.raises(MemoryError) as failed:
         first_update(source, workers=workers)
     place = error_location(failed.value)
-    assert place == "while samples 0, 1, 2 were read"
+    assert place == "while reading samples 0, 1, 2"
     assert place.phase == "data"
     assert source.calls == (1 if workers == 0 else 0)
 
@@ -230,4 +204,4 @@ def test_an_unreadable_item_of_the_fingerprint_is_named() -> None:
 def test_a_fingerprint_that_runs_out_of_memory_raises_with_its_place() -> None:
     with pytest.raises(MemoryError) as failed:
         adapt_dataset(Items(MemoryError()))
-    assert error_location(failed.value) == "while sample 0 was read"
+    assert error_location(failed.value) == "while reading sample 0"

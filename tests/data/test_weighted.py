@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from index_sources import make_loader
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader
 
 import lockstep
 from lockstep.config.data_sections import BadSamples
@@ -77,23 +77,6 @@ def test_wrong_weights_are_refused(weights):
         lockstep.WeightedDataset(ITEMS, weights)
 
 
-class Mine(torch.utils.data.Sampler):
-    def __iter__(self):
-        return iter(range(5))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"sampler": WeightedRandomSampler(WEIGHTS, 5)}, "WeightedDataset(loader.dataset, loader.sampler.weights)"),
-        ({"sampler": WeightedRandomSampler(WEIGHTS, 9)}, "samples=9"),
-        ({"sampler": Mine()}, "its Mine would be lost"),
-        ({"batch_sampler": Mine()}, "its Mine would be lost"),
-        ({}, "data.shuffle: false"),
-        ({"shuffle": True}, "pass the one that it loads: train_dataset=loader.dataset, and collate"),
-    ],
-)
-def test_a_loader_is_refused_with_what_keeps_its_order(options, says):
-    with pytest.raises(lockstep.ConfigError) as refused:
-        adapt_dataset(DataLoader(ITEMS, **options))
-    assert says in str(refused.value)
+def test_a_loader_is_refused_with_what_keeps_its_order():
+    with pytest.raises(lockstep.ConfigError, match=r"train_dataset=loader\.dataset, .*WeightedDataset for weights"):
+        adapt_dataset(DataLoader(ITEMS))

@@ -1052,7 +1052,7 @@ def test_every_key_is_listed(values: dict[str, Any], kind: ForeignKind, tmp_path
             "is for 4 ranks, and not 2",
         ),
         ({"bf16": True, "fp16": True}, ["--ranks", "2"], "would be lost"),
-        ({"num_processes": 4}, ["--to", ".", "--force"], "is a folder; --to names the file to write"),
+        ({"num_processes": 4}, ["--to", ".", "--force"], "--force overwrites a file"),
     ],
 )
 def test_contradictions_are_refused(content, words, message, tmp_path, monkeypatch, capsys):

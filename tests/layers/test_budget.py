@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 88_545
-MOST_FILES = 506
-MOST_CODE = 52_066
+MOST_LINES = 88_035
+MOST_FILES = 503
+MOST_CODE = 51_815
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
-LARGER_PACKAGES = {"training": 10_235, "monitor": 6_447, "launch": 5_721}
+LARGER_PACKAGES = {"training": 10_236, "monitor": 6_447, "launch": 5_721}
 MOST_SMALL_FILES = 8
 """Files of less than 60 lines, an `__init__` aside, that one other file imports."""
 MOST_IN_CIRCLES = {
     "training": 26,
     "monitor": 7,
-    "checkpoint": 4,
+    "checkpoint": 2,
     "report": 3,
     "config": 2,
     "data": 2,

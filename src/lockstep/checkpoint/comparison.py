@@ -162,7 +162,6 @@ def _missing(names: Mapping[str, object], others: Mapping[str, object]) -> tuple
 
 
 def _differences(first: Any, second: Any, ignored: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
-    """Return the values that differ, by dotted key; mappings are compared key by key."""
     return {key: pair for key, pair in _pairs(first, second, "") if pair[0] != pair[1] and key not in ignored}
 
 

@@ -13,8 +13,7 @@ The memory that a save copies state into is an image of this file, so it is writ
 from __future__ import annotations
 
 import json
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -109,12 +108,15 @@ class StoredPart:
     Attributes:
         at: First byte in the file.
         size: Bytes.
-        blocks: Hashes of its bytes, block by block.
+        hashes: Of its blocks, one after the other.
     """
 
     at: int
     size: int
-    blocks: Sequence[str]
+    hashes: str
+
+    def hash_of(self, block: int) -> str:
+        return self.hashes[block * HASH_CHARACTERS : (block + 1) * HASH_CHARACTERS]
 
 
 class FileTable:
@@ -136,47 +138,35 @@ class FileTable:
             raise self._corrupt(f"{type(error).__name__}: {str(error)[:200]}") from None
 
     def _read(self, entries: dict[str, Any], first: int, size: int) -> None:
-        self._hashes: str = entries.pop(_METADATA)[_HASHES]
-        self._index: dict[str, int] = {}
-        self._starts, self._blocks = array("q"), array("q")
-        self._kinds: list[tuple[str, tuple[int, ...]]] = []
-        known: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]] = {}
-        at, blocks = first, 0
+        hashes: str = entries.pop(_METADATA)[_HASHES]
+        self._parts: dict[str, tuple[str, tuple[int, ...], StoredPart]] = {}
+        at, digit = first, 0
         for key, entry in entries.items():
             start, end = entry["data_offsets"]
             if first + start != at or end < start:
                 raise ValueError(f"bytes {at:,} to {first + start:,} belong to two tensors or to none")
-            kind = entry["dtype"], tuple(entry["shape"])
-            self._index[key] = len(self._kinds)
-            self._kinds.append(known.setdefault(kind, kind))
-            self._starts.append(at)
-            self._blocks.append(blocks)
-            at += end - start
-            blocks += -(-(end - start) // hashing.BLOCK_BYTES)
+            digits = -(-(end - start) // hashing.BLOCK_BYTES) * HASH_CHARACTERS
+            part = StoredPart(at, end - start, hashes[digit : digit + digits])
+            self._parts[key] = entry["dtype"], tuple(entry["shape"]), part
+            at, digit = at + end - start, digit + digits
         if at != size:
             raise ValueError(f"the file has {size:,} bytes, of which {at:,} are accounted for")
-        if len(self._hashes) != blocks * HASH_CHARACTERS:
-            raise ValueError(f"{len(self._hashes):,} characters are the hashes of {blocks:,} blocks")
-        self._starts.append(at)
+        if len(hashes) != digit:
+            raise ValueError(f"{len(hashes):,} characters are the hashes of {digit // HASH_CHARACTERS:,} blocks")
 
     def __len__(self) -> int:
-        return len(self._kinds)
+        return len(self._parts)
 
     def part(self, name: str, info: TensorInfo, box: Box) -> StoredPart:
         """Return a part of a tensor. Raises CorruptCheckpoint if the file doesn't have it."""
         key = part_key(name, info, box)
-        index = self._index.get(key)
-        if index is None:
+        if key not in self._parts:
             raise self._corrupt(f"it has no {key}")
-        at, size = self._starts[index], self._starts[index + 1] - self._starts[index]
-        dtype, shape = self._kinds[index]
+        dtype, shape, part = self._parts[key]
         expected = prod(box.sizes) * ELEMENT_BYTES[info.dtype]
-        if (_DTYPES.get(dtype), shape, size) != (info.dtype, box.sizes, expected):
-            raise self._corrupt(f"{key} is {str(dtype)[:20]} {str(shape)[:200]}, in {size:,} bytes")
-        first = self._blocks[index]
-        numbers = range(first, first - (-size // hashing.BLOCK_BYTES))
-        blocks = [self._hashes[HASH_CHARACTERS * number : HASH_CHARACTERS * (number + 1)] for number in numbers]
-        return StoredPart(at, size, blocks)
+        if (_DTYPES.get(dtype), shape, part.size) != (info.dtype, box.sizes, expected):
+            raise self._corrupt(f"{key} is {str(dtype)[:20]} {str(shape)[:200]}, in {part.size:,} bytes")
+        return part
 
     def _corrupt(self, reason: str) -> CorruptCheckpoint:
         return CorruptCheckpoint(self._file, f"its header contradicts the manifest, or itself: {reason}")

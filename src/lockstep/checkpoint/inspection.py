@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
-from lockstep.checkpoint.ownership import MAX_BYTES, OWNER, from_bytes
 from lockstep.checkpoint.reading import Reader, read_manifest
 from lockstep.checkpoint.retention import RetentionEntry, best_step, steps_to_delete
-from lockstep.checkpoint.storage import MANIFEST, names_by_step, read_small
+from lockstep.checkpoint.storage import MANIFEST, names_by_step
 from lockstep.config.schema import Checkpoint
 from lockstep.core import checksums
 from lockstep.core.errors import ConfigError, RunFailed, VerificationError
@@ -93,14 +92,9 @@ def list_checkpoints(storage: Storage) -> list[ListedCheckpoint]:
         try:
             checkpoints.append(ListedCheckpoint(name, step, read_manifest(storage, name), None))
         except CorruptCheckpoint as fault:
-            if _still_exists(storage, name):
+            if name in storage.names():  # a run in progress has not deleted it since it was listed
                 checkpoints.append(ListedCheckpoint(name, step, None, str(fault)))
     return checkpoints
-
-
-def _still_exists(storage: Storage, name: str) -> bool:
-    """Return False if a run in progress has deleted the checkpoint since it was listed."""
-    return name in storage.names()
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -148,7 +142,6 @@ def keep_reasons(checkpoints: Sequence[ListedCheckpoint], section: Checkpoint) -
 
 
 def _deletable(checkpoints: Sequence[ListedCheckpoint], section: Checkpoint) -> list[int]:
-    """Return the steps that need not be kept. Raises ConfigError, as `keep_reasons`."""
     entries, epoch = _entries(checkpoints, section), _epoch_samples(checkpoints)
     if epoch is None and entries and section.keep_every is not None and section.keep_every.unit == "epochs":
         raise ConfigError(f"keep_every is {section.keep_every}, and no checkpoint here records the length of an epoch")
@@ -187,18 +180,6 @@ def verify(storage: ReadableStorage, name: str) -> VerificationResult:
     return VerificationResult(name, size, time.perf_counter() - began, fault)
 
 
-def verify_owner(storage: ReadableStorage) -> Iterator[VerificationResult]:
-    """Verify what records the run of the checkpoints, if anything does."""
-    data, fault = b"", "it isn't what was written; the next start of the run writes it again"
-    try:
-        data = read_small(storage.open("", OWNER), MAX_BYTES)
-    except FileNotFoundError:
-        return
-    except OSError as error:  # too large, or no file
-        fault = error.strerror or str(error)
-    yield VerificationResult(OWNER, len(data), 0.0, None if from_bytes(data) else fault)
-
-
 def verify_weights(folder: Path) -> Iterator[VerificationResult]:
     """Verify the exported files of weights in a folder that its list of hashes names."""
     for file in checksums.listed(folder):
@@ -211,7 +192,7 @@ def verify_all(storage: Storage) -> Iterator[VerificationResult]:
     """Verify all checkpoints, the oldest first."""
     for name in names_by_step(storage.names()).values():
         result = verify(storage, name)
-        if result.fault is None or _still_exists(storage, name):
+        if result.fault is None or name in storage.names():
             yield result
 
 

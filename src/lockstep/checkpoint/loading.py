@@ -19,11 +19,11 @@ import torch
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.inventory import gather_inventories, inventory
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
+from lockstep.checkpoint.memory_parts import WithMemory
 from lockstep.checkpoint.ownership import ForeignCheckpoint
 from lockstep.checkpoint.reading import Reader, ReadItem, checked_manifest, manifest_bytes, read_manifest
 from lockstep.checkpoint.shared_reading import SharedReading, like_of
 from lockstep.checkpoint.storage import names_by_step
-from lockstep.checkpoint.with_memory import WithMemory
 from lockstep.checkpoint.write_plan import WritePlan
 from lockstep.core.errors import RunFailed
 from lockstep.core.failure_kinds import FailureKind
@@ -95,7 +95,6 @@ def move_newer_aside(storage: Storage, step: int, broken: Mapping[str, str]) -> 
 
 
 def _is_foreign(storage: Storage, name: str) -> bool:
-    """Return whether the manifest is intact and another run's."""
     try:
         read_manifest(storage, name)
     except CorruptCheckpoint as fault:
@@ -104,7 +103,6 @@ def _is_foreign(storage: Storage, name: str) -> bool:
 
 
 def _candidates(storage: ReadableStorage, step: int | None, until: int | None) -> list[str] | str:
-    """Return the names to try, newest first, or why there are none."""
     try:
         names = names_by_step(storage.names())
     except OSError as error:
@@ -121,7 +119,16 @@ def _load(
     storage: ReadableStorage, axis: Axis, live: TrainingState, name: str, check: Callable[[Manifest], Collection[str]]
 ) -> tuple[Manifest, TrainingState] | str:
     """Return a checkpoint's contents, or what is wrong with it, the same on all ranks."""
-    stored = (_intact_manifest(storage, name), _is_near(storage, name)) if axis.rank == 0 else None
+    stored: tuple[bytes | str, bool] | None = None
+    if axis.rank == 0:
+        # what is in the memory of all ranks' host costs less to read than to pass on
+        near = isinstance(storage, WithMemory) and storage.is_near(name)
+        try:
+            content = manifest_bytes(storage, name)
+            checked_manifest(storage, name, content)
+            stored = content, near
+        except CorruptCheckpoint as fault:
+            stored = str(fault), near
     data, near = cast("tuple[bytes | str, bool]", axis.broadcast(stored))
     if isinstance(data, str):
         return data
@@ -134,7 +141,7 @@ def _load(
     shared: SharedReading | None = None
     if not near:
         held = gather_inventories(inventory(live.tensors), axis)
-        shared = SharedReading(WritePlan(held, manifests.ELEMENT_BYTES), manifest, axis)
+        shared = SharedReading(WritePlan(held), manifest, axis)
     state = _read(storage, name, manifest, live, shared) if mismatch is None else None
     axis.barrier()  # some ranks may read more, or from a slower disk
     faults = axis.gather(state if isinstance(state, str) else None)
@@ -147,21 +154,6 @@ def _load(
     if shared is not None:
         shared.exchange(loaded.tensors)
     return manifest, loaded
-
-
-def _is_near(storage: ReadableStorage, name: str) -> bool:
-    """Return whether a checkpoint is in the memory of all ranks' host: reading it costs less than passing it on."""
-    return isinstance(storage, WithMemory) and storage.is_near(name)
-
-
-def _intact_manifest(storage: ReadableStorage, name: str) -> bytes | str:
-    """Return the manifest as stored, or why it can't be used."""
-    try:
-        data = manifest_bytes(storage, name)
-        checked_manifest(storage, name, data)
-    except CorruptCheckpoint as fault:
-        return str(fault)
-    return data
 
 
 def _read(
@@ -209,7 +201,6 @@ def _mismatch(manifest: Manifest, live: TrainingState, recast: Collection[str]) 
 
 
 def _fits(saved: TensorInfo, tensor: Tensor, *, of_any_dtype: bool) -> bool:
-    """Return whether shapes are equal, and, unless any dtype will do, both or neither are floating point."""
     dtype: torch.dtype = getattr(torch, saved.dtype)
     are_alike = dtype.is_floating_point == tensor.dtype.is_floating_point
     return saved.shape == tuple(tensor.shape) and (are_alike or of_any_dtype)

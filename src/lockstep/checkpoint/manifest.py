@@ -181,11 +181,7 @@ def amended(
 
 
 def from_bytes(data: bytes) -> Manifest:
-    """Return the manifest that `data` holds.
-
-    Raises:
-        CorruptCheckpoint: The bytes are no manifest that this version can read.
-    """
+    """Return the manifest that `data` holds. Raises CorruptCheckpoint."""
     body = intact_body(data)
     version = body.get("format_version") if isinstance(body, dict) else None
     if type(version) is not int or version != FORMAT_VERSION:
@@ -218,7 +214,6 @@ def _with_hash(body: Any) -> bytes:
 
 
 def _check_grids(manifest: Manifest) -> None:
-    """Raise CorruptCheckpoint unless each tensor has a grid, of files that exist."""
     if len(manifest.files) != manifest.ranks or not all(
         shard_file(rank) in manifest.files for rank in range(manifest.ranks)
     ):

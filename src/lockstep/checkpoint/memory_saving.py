@@ -5,8 +5,8 @@
 
 The ranks of a host see the same folder in memory. So no vote is needed: whichever rank finds the records of all has
 everything that the manifest needs. A snapshot that a rank can't write is never published, and costs nothing else. The
-newest two stay. On several hosts each publishes the part of its ranks (`host_parts`), and keeps one more: while a host
-still writes its part of a snapshot, another may have written the next one.
+newest two stay. On several hosts each publishes the part of its ranks (`memory_parts`), and keeps one more, since
+another host may write the next snapshot meanwhile.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.hashing import BlockHasher
-from lockstep.checkpoint.host_parts import ATTEMPT
 from lockstep.checkpoint.manifest import to_bytes
-from lockstep.checkpoint.rank_records import (
+from lockstep.checkpoint.memory_parts import ATTEMPT
+from lockstep.checkpoint.saving import (
+    RunMetadata,
+    StepMetadata,
+    failure_reason,
     manifest_of,
     read_record,
     taken_record,
     write_rank_file,
     write_record,
 )
-from lockstep.checkpoint.save_planner import SavePlanner
-from lockstep.checkpoint.saving import RunMetadata, StepMetadata, failure_reason
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
+from lockstep.checkpoint.write_plan import SavePlanner
 from lockstep.core.errors import RunFailed
 
 if TYPE_CHECKING:

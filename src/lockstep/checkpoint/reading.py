@@ -155,7 +155,6 @@ class Reader:
                 file.close()
 
     def _checked_table(self, name: str, entry: FileEntry) -> FileTable:
-        """Check size and header of the open file; return what it holds."""
         assert self._file is not None, "the file is open"
         if self._file.size != entry.size:
             raise CorruptCheckpoint(name, f"has {self._file.size:,} bytes, and had {entry.size:,} when it was written")
@@ -189,7 +188,7 @@ class Reader:
             at = part.stored.at + start
             self._fill(part.file, at, data)
             digest = self._hasher(part.file).hash_block(part.name, start, data)
-            if digest != part.stored.blocks[start // hashing.BLOCK_BYTES]:
+            if digest != part.stored.hash_of(start // hashing.BLOCK_BYTES):
                 reason = f"bytes {at:,} to {at + len(data):,}, of {part.name}, are not what was written"
                 raise CorruptCheckpoint(part.file, reason)
 
@@ -202,6 +201,15 @@ class Reader:
 
     def _hasher(self, file: str) -> BlockHasher:
         return BlockHasher(self._manifest.run, self._manifest.step, file)
+
+
+def is_intact(storage: ReadableStorage, name: str) -> bool:
+    """Return whether every byte of a checkpoint is what was written."""
+    try:
+        Reader(storage, name, read_manifest(storage, name)).verify()
+    except CorruptCheckpoint:
+        return False
+    return True
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
-from lockstep.checkpoint.reading import Reader, read_manifest
+from lockstep.checkpoint.reading import is_intact, read_manifest
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.directions import best_of, is_better
 from lockstep.core.progress import Progress
@@ -80,7 +80,7 @@ class Retention:
             keep_one = self._section.model_copy(update={"keep_last": 1})
             for step in steps_to_delete(entries, keep_one, self._epoch_samples):
                 newer = [later for later in sorted(names, reverse=True) if later > step]
-                if step not in names or not any(self._verifies(names[later]) for later in newer):
+                if step not in names or not any(is_intact(self._storage, names[later]) for later in newer):
                     continue
                 self._storage.delete(names[step])
                 del entries[step]
@@ -89,13 +89,6 @@ class Retention:
         except OSError as error:
             _log.warning("old checkpoints in %s could not be deleted: %s", self._storage.place, error)
         return False
-
-    def _verifies(self, name: str) -> bool:
-        try:
-            Reader(self._storage, name, read_manifest(self._storage, name)).verify()
-        except CorruptCheckpoint:
-            return False
-        return True
 
     def prune(self) -> list[int]:
         """Delete what need not be kept; return the steps. Raises OSError."""

@@ -6,6 +6,9 @@
 Ranks agree through the vote that every update has anyway: each reports how many of its saves are settled (on the disk,
 or failed), and all receive the sum. No collective runs outside the main thread. One save is in progress at a time; the
 next one waits for it. A save that fails costs a warning, and nothing that was saved before it.
+
+rank 0   rank-00000.safetensors
+rank 1   rank-00001.safetensors, rank-00001.json: its record --> manifest.json, and the records are removed
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
+from lockstep.checkpoint import hashing
+from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.hashing import BlockHasher
-from lockstep.checkpoint.manifest import amended
-from lockstep.checkpoint.rank_records import encoded, manifest_of, taken_record, write_rank_file, write_record
+from lockstep.checkpoint.manifest import FileEntry, GridEntry, Manifest, TensorEntry, amended, shard_file
 from lockstep.checkpoint.reading import checked_manifest, manifest_bytes
-from lockstep.checkpoint.save_planner import SavePlanner
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
+from lockstep.checkpoint.write_plan import SavePlanner, WritePlan
 from lockstep.core.deferred_signals import DEFERRAL
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import SaveReport
@@ -32,7 +36,8 @@ from lockstep.core.records import SaveReport
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.checkpoint.manifest import FileEntry, Manifest
+    from lockstep.checkpoint.file_image import FileImage
+    from lockstep.checkpoint.file_layout import FileLayout
     from lockstep.checkpoint.snapshot import Snapshot
     from lockstep.checkpoint.storage import Draft, Storage
     from lockstep.core.protocols import Axis
@@ -242,7 +247,6 @@ class Saver:
             save.run_in_background(self._settle, failed=failed)
 
     def _first_failure(self, save: _Save) -> str:
-        """Return the failure of the first rank that has one, on all ranks."""
         failures = cast("list[str | None]", self._axis.gather(save.failure))
         rank, failure = next((rank, failure) for rank, failure in enumerate(failures) if failure is not None)
         return f"rank {rank}: {failure}" if self._axis.size > 1 else failure
@@ -250,7 +254,6 @@ class Saver:
     # --- in the background ----------------------------------------------------------------------------------------
 
     def _write(self, save: _Save) -> None:
-        """Write this rank's file; then this rank has settled."""
         try:
             save.snapshot.complete()
             owner = self._storage.owner()
@@ -329,5 +332,88 @@ def failure_reason(error: Exception) -> str:
 
 
 def _is_disk_full(failure: str | None) -> bool:
-    """Return whether a save failed because there was no space, on any rank."""
     return failure is not None and any(os.strerror(number) in failure for number in (errno.ENOSPC, errno.EDQUOT))
+
+
+# --- files and records --------------------------------------------------------------------------------------------
+
+
+def write_rank_file(draft: Draft, layout: FileLayout, image: FileImage, hasher: BlockHasher) -> FileEntry:
+    """Write a rank's file with the hashes of all its blocks in the header; return its record. Raises OSError."""
+    hashes = "".join(
+        hasher.hash_block(item.name, at - start, *image.pieces(at, min(at + hashing.BLOCK_BYTES, end)))
+        for item, start, end in layout.spans()
+        for at in range(start, end, hashing.BLOCK_BYTES)
+    )
+    image.write(layout.hashes_at, hashes.encode())
+    header = len(layout.header)
+    record = FileEntry(size=layout.size, header=header, header_hash=hasher.hash_block("", 0, *image.pieces(0, header)))
+    draft.write(layout.file, *image.pieces())
+    return record
+
+
+def write_record(draft: Draft, rank: int, record: FileEntry) -> None:
+    """Write a rank's record, after its file. Raises OSError."""
+    text = record.model_dump_json().encode()
+    draft.write(_record_file(rank), memoryview(hashing.hash_bytes(text).encode() + b"\n" + text))
+
+
+def taken_record(draft: Draft, rank: int) -> FileEntry:
+    """Return a rank's record, and remove it. Raises OSError, or RunFailed if the storage has changed it."""
+    record = read_record(draft, rank)
+    draft.remove(_record_file(rank))
+    return record
+
+
+def read_record(draft: Draft, rank: int) -> FileEntry:
+    """Return a rank's record. Raises OSError, or RunFailed if it isn't what the rank has written."""
+    file = _record_file(rank)
+    checksum, _, text = draft.read(file).partition(b"\n")
+    if hashing.hash_bytes(text).encode() != checksum:
+        raise RunFailed(f"{file} is not what its rank has written: the storage corrupts data")
+    return FileEntry.model_validate_json(text)
+
+
+def manifest_of(
+    run_metadata: RunMetadata, metadata: StepMetadata, records: Mapping[int, FileEntry], plan: WritePlan, ranks: int
+) -> Manifest:
+    """Return the manifest of what ranks have written, given their records by rank.
+
+    Args:
+        ranks: Number of all ranks.
+    """
+    index_of, grids = plan.grids()
+    return Manifest(
+        format_version=2,
+        run=run_metadata.run,
+        step=metadata.step,
+        samples=metadata.samples,
+        tokens=metadata.tokens,
+        ranks=ranks,
+        written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        files={shard_file(rank): record for rank, record in records.items()},
+        grids=tuple(GridEntry.model_construct(cuts=grid.cuts, ranks=grid.ranks) for grid in grids),
+        tensors={
+            name: TensorEntry.model_construct(dtype=info.dtype, shape=info.shape, grid=index_of[name])
+            for name, info in plan.infos.items()
+        },
+        state=dict(metadata.state),
+        metrics=dict(metadata.metrics),
+        config=dict(run_metadata.config),
+        environment={**run_metadata.environment, **metadata.environment},
+    )
+
+
+def encoded(made: Manifest) -> bytes:
+    """Return a manifest as it is stored. Raises RunFailed, or CorruptCheckpoint, if it could not be read again."""
+    data = manifests.to_bytes(made)
+    if len(data) > manifests.MAX_BYTES:
+        raise RunFailed(
+            f"its manifest would have {len(data):,} bytes, and none over {manifests.MAX_BYTES:,} can be read again"
+        )
+    manifests.from_bytes(data)
+    return data
+
+
+def _record_file(rank: int) -> str:
+    return f"rank-{rank:05d}.json"

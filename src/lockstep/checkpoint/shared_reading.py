@@ -90,9 +90,8 @@ class SharedReading:
                 self._pass_around(ring, tensors)
 
     def _copy_first(self, tensors: Sequence[Tensor]) -> None:
-        """Copy what the first rank has read to all."""
         for views in _buffers(tensors):
-            packed = _packed(views).numpy().tobytes() if self._axis.rank == 0 else None
+            packed = torch.cat(views).numpy().tobytes() if self._axis.rank == 0 else None
             data = cast("bytes", self._axis.broadcast(packed))
             if self._axis.rank != 0:
                 _unpack(torch.frombuffer(bytearray(data), dtype=torch.uint8), views)
@@ -104,8 +103,9 @@ class SharedReading:
         for turn in range(number - 1):
             sent, received = shares[(ring.position - turn) % number], shares[(ring.position - turn - 1) % number]
             for index in range(max(len(sent), len(received))):
-                outgoing = _packed(sent[index]) if index < len(sent) else None
-                incoming = _empty(received[index]) if index < len(received) else None
+                outgoing = torch.cat(sent[index]) if index < len(sent) else None
+                size = sum(view.numel() for view in received[index]) if index < len(received) else None
+                incoming = None if size is None else torch.empty(size, dtype=torch.uint8)
                 self._axis.swap(after, outgoing, before, incoming)
                 if incoming is not None:
                     _unpack(incoming, received[index])
@@ -167,13 +167,5 @@ def _buffers(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield views
 
 
-def _packed(views: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(views))
-
-
-def _empty(views: Sequence[Tensor]) -> Tensor:
-    return torch.empty(sum(view.numel() for view in views), dtype=torch.uint8)
-
-
-def _unpack(packed: Tensor, views: Sequence[Tensor]) -> None:
-    torch._foreach_copy_(list(views), list(torch.split(packed, [view.numel() for view in views])))
+def _unpack(packed: Tensor, views: list[Tensor]) -> None:
+    torch._foreach_copy_(views, list(torch.split(packed, [view.numel() for view in views])))

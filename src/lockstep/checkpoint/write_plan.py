@@ -10,16 +10,26 @@ ranks. The first rank also computes the grids of all tensors for the manifest, o
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint.file_layout import WriteItem
-from lockstep.checkpoint.inventory import WHOLE, Inventories, MeshSharding
+from lockstep.checkpoint.file_layout import FileLayout, WriteItem, file_layout
+from lockstep.checkpoint.inventory import WHOLE, Inventories, Inventory, MeshSharding, gather_inventories, inventory
+from lockstep.checkpoint.manifest import ELEMENT_BYTES
 from lockstep.checkpoint.shard_grid import FLAT, Grid, box_grid, flat_grid, mesh_grid
+from lockstep.checkpoint.snapshot import Snapshot, snapshot_of
+from lockstep.core.collection import paused_collection
 from lockstep.core.errors import RunFailed
-from lockstep.distributed.shard_boxes import TensorInfo, local_shards
+from lockstep.distributed.shard_boxes import ShardLike, TensorInfo, local_shards
+
+if TYPE_CHECKING:
+    import torch
+
+    from lockstep.core.protocols import Axis
+    from lockstep.core.records import TrainingState
 
 MIN_SHARE_BYTES = 2**24
 
@@ -60,8 +70,8 @@ class WritePlan:
         RunFailed: Ranks hold different tensors under one name, or shards that don't make up the tensor.
     """
 
-    def __init__(self, held: Inventories, element_bytes: Mapping[str, int]) -> None:
-        self.infos, self.groups = _groups(held, element_bytes)
+    def __init__(self, held: Inventories) -> None:
+        self.infos, self.groups = _groups(held)
         self._own = _own_grids(held, self.infos)
         self._grids: dict[Any, Grid] = {}
         self._numbered: tuple[dict[str, int], list[Grid]] | None = None
@@ -98,7 +108,6 @@ class WritePlan:
         return self._numbered
 
     def _grid(self, number: int, share: int, name: str) -> Grid:
-        """Return the grid of a tensor of a group, which all tensors of its shape have in common."""
         group, shape = self.groups[number], self.infos[name].shape
         key = number, share, shape if group.sharding is not None else None
         grid = self._grids.get(key)
@@ -117,7 +126,7 @@ def _grid(name: str, shape: tuple[int, ...], sharding: MeshSharding | None, rank
     return mesh_grid(name, shape, axes, ranks, lambda dim, along: sharding.intervals(shape[dim], along))
 
 
-def _groups(held: Inventories, element_bytes: Mapping[str, int]) -> tuple[dict[str, TensorInfo], list[Holders]]:
+def _groups(held: Inventories) -> tuple[dict[str, TensorInfo], list[Holders]]:
     """Return dtype and shape of all tensors in the tables, and the tensors by who holds them."""
     infos: dict[str, TensorInfo] = {}
     kinds: dict[tuple[str, tuple[int, ...]], TensorInfo] = {}
@@ -143,7 +152,7 @@ def _groups(held: Inventories, element_bytes: Mapping[str, int]) -> tuple[dict[s
             group = groups[key] = Holders(sharding, replicas, [], [])
         info = infos[name]
         group.names.append(name)
-        group.sizes.append(prod(info.shape) * element_bytes[info.dtype] // len(group.replicas[0]))
+        group.sizes.append(prod(info.shape) * ELEMENT_BYTES[info.dtype] // len(group.replicas[0]))
     return infos, list(groups.values())
 
 
@@ -180,3 +189,63 @@ def _own_grids(held: Inventories, infos: dict[str, TensorInfo]) -> dict[str, Gri
 
 def _differ(name: str, infos: set[TensorInfo]) -> RunFailed:
     return RunFailed(f"{name} is not the same tensor on all ranks: {' and '.join(sorted(map(str, infos)))}")
+
+
+class SavePlanner:
+    """Plans the saves of one run, on one rank; every rank calls `layout` for the same saves."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._seen: dict[str, tuple[weakref.ref[Any], tuple[int, ...], torch.dtype]] = {}
+        self._inventory: Inventory | None = None
+        self._plan: WritePlan | None = None
+        self._layout: FileLayout | None = None
+        self._snapshot: Snapshot | None = None
+
+    @property
+    def plan(self) -> WritePlan:
+        """The plan of the last save."""
+        assert self._plan is not None, "a save is planned first"
+        return self._plan
+
+    def snapshot(self, state: TrainingState, device: torch.device) -> Snapshot:
+        """Begin a copy of the state, in the memory of the one before if it fits; a collective."""
+        with paused_collection():
+            layout = self.layout(state.tensors)
+            if self._snapshot is None or self._snapshot.layout != layout:
+                self._snapshot = None  # frees its memory before more is allocated
+                self._snapshot = snapshot_of(state.tensors, device, layout)
+            self._snapshot.begin(state.tensors, state.changes_in_forward)
+            return self._snapshot
+
+    def free(self) -> None:
+        """Free the memory of the snapshot."""
+        self._snapshot = None
+
+    def layout(self, tensors: Mapping[str, Any]) -> FileLayout:
+        """Return what this rank writes of a state with these tensors; a collective."""
+        known = self._inventory if self._has_seen(tensors) else None
+        local = known or inventory(tensors)
+        unchanged = self._layout is not None and local == self._inventory
+        if not all(self._axis.gather(unchanged)) or self._layout is None:
+            self._plan = WritePlan(gather_inventories(local, self._axis))
+            rank = self._axis.rank
+            self._layout = file_layout(rank, self._plan.items(rank, tensors))
+            self._inventory = local
+        if known is None:
+            self._seen = {
+                name: (weakref.ref(_memory(tensor)), tensor.shape, tensor.dtype) for name, tensor in tensors.items()
+            }
+        return self._layout
+
+    def _has_seen(self, tensors: Mapping[str, Any]) -> bool:
+        """Return whether these are the objects of the save before, as they were: forwards may resize buffers."""
+        return tensors.keys() == self._seen.keys() and all(
+            seen() is _memory(tensor) and tensor.shape == shape and tensor.dtype == dtype
+            for (seen, shape, dtype), tensor in zip(self._seen.values(), tensors.values(), strict=True)
+        )
+
+
+def _memory(tensor: Any) -> Any:
+    """Return the object that is the same at each save: optimizer state has a new wrapper."""
+    return tensor.memory if isinstance(tensor, ShardLike) else tensor

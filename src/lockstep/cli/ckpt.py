@@ -93,33 +93,29 @@ def _verify(arguments: Sequence[str]) -> int:
     which.add_argument("--all", action="store_true", help="every checkpoint")
     args = parser.parse_args(arguments)
 
-    from lockstep.checkpoint.inspection import verify, verify_all, verify_owner, verify_weights
+    from lockstep.checkpoint.inspection import verify, verify_all, verify_weights
     from lockstep.cli import ckpt_text
     from lockstep.training.locations import choose, find
     from lockstep.training.weights import MODEL
 
     place = _all_of(args.run, "--all verifies") if args.all else find(args.run)
     chosen = choose(place, args.step)
+    run = place.run if place.name is None and args.step is None else None
     results, published = [], []
     for result in verify_all(place.storage) if args.all else [verify(place.storage, chosen)]:
         results.append(result)
         _print([ckpt_text.verified(result)])
-    owner = list(verify_owner(place.storage))
-    _print([ckpt_text.verified(each) for each in owner if each.fault is not None])
-    run = place.run if place.name is None and args.step is None else None
     for result in verify_weights(run / MODEL) if run is not None else ():
         published.append(result)
         _print([ckpt_text.verified(result)])
     faults = [result for result in results if result.fault is not None]
-    files = [(place.place, each) for each in owner] + [(str(run), each) for each in published]
-    damaged = [(folder, each) for folder, each in files if each.fault is not None]
+    damaged = [result for result in published if result.fault is not None]
     if args.json:
-        kinds = (("checkpoints", results), ("owner", owner), ("weights", published))
-        verified = {kind: list(map(asdict, each)) for kind, each in kinds}
+        verified = {"checkpoints": list(map(asdict, results)), "weights": list(map(asdict, published))}
         emit({"run": str(args.run), "ok": not faults and not damaged, **verified})
     if faults or damaged:
         messages = [ckpt_text.damaged(place.place, faults, len(results))] if faults else []
-        messages += [f"{folder}/{result.name} is damaged: {result.fault}" for folder, result in damaged]
+        messages += [f"{run}/{result.name} is damaged: {result.fault}" for result in damaged]
         raise VerificationError("\n".join(messages))
     return 0
 
@@ -315,7 +311,6 @@ def _add_step(parser: argparse._ActionsContainer) -> None:
 
 
 def _every(text: str) -> Every:
-    """Return an interval in the format of `checkpoint.keep_every`."""
     from lockstep.config.every import Every
 
     try:
@@ -328,7 +323,6 @@ def _every(text: str) -> Every:
 
 
 def _chosen(args: argparse.Namespace) -> tuple[CheckpointLocation, str, Manifest]:
-    """Return the checkpoint of `--step`, else the newest: where it is, its name and its manifest."""
     from lockstep.checkpoint.inspection import as_verification_error
     from lockstep.checkpoint.reading import read_manifest
     from lockstep.training.locations import choose, find

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from lockstep.core import formatting
 if TYPE_CHECKING:
     from lockstep.checkpoint.comparison import Comparison, TensorDifference
     from lockstep.core.records import LeftOutSample
-    from lockstep.training.ledger import Audit, Span
+    from lockstep.training.ledger import Audit
 
 _MAX_VALUE = 100  # characters
 _MAX_LINES = 12  # of one kind
@@ -74,35 +74,24 @@ def _progress(manifest: Manifest) -> Object:
 
 
 def shown(place: str, manifest: Manifest, *, tensors: bool) -> Lines:
-    """Return the contents of a manifest without hashes, and each tensor only on request."""
-    state = {key: value for key, value in manifest.state.items() if key != "ledger"}
-    facts = {
+    """Return the contents of a manifest as YAML, without hashes, and each tensor only on request."""
+    sizes: dict[str, list[int]] = {}
+    for name, entry in manifest.tensors.items():
+        sizes.setdefault(name.partition(".")[0], []).append(entry.size)
+    each = {name: f"{entry.info}, {formatting.size(entry.size)}" for name, entry in manifest.tensors.items()}
+    total = {part: f"{len(of)} ({formatting.size(sum(of))})" for part, of in sizes.items()}
+    ledger = manifest.state.get("ledger") or ()
+    contents = {
         "run": manifest.run,
-        "step": f"{manifest.step:,}",
-        "samples": f"{manifest.samples:,}",
-        "tokens": f"{manifest.tokens:,}",
-        "written": f"{manifest.written} ({_ago(manifest)})",
-        "ranks": str(manifest.ranks),
+        **_progress(manifest),
         "size": f"{formatting.size(manifest.size)} in {_number(len(manifest.files), 'file')}",
-        "metrics": _metrics(manifest.metrics) or "none at this step",
-        "versions": _versions(manifest.environment) or "unknown",
+        "versions": {"python": manifest.environment.get("python"), **manifest.environment.get("packages", {})},
+        "config": manifest.config,
+        "state": {key: _short(yaml_like(value)) for key, value in manifest.state.items() if key != "ledger"},
+        "ledger": [{key: value for key, value in segment.items() if key != "order"} for segment in ledger],
+        "tensors": each if tensors else total,
     }
-    config = yaml.safe_dump(dict(manifest.config), sort_keys=False, allow_unicode=True, width=120)
-    rows = [
-        (name, entry.dtype, str(list(entry.shape)), formatting.size(entry.size))
-        for name, entry in manifest.tensors.items()
-    ]
-    return [
-        place,
-        *_pairs(facts),
-        "config, without defaults:",
-        *_indented(config.splitlines()),
-        "state:",
-        *_indented(_pairs({key: _short(yaml_like(value)) for key, value in _flat(state, "")})),
-        *_ledger(manifest.state.get("ledger") or ()),
-        f"tensors: {_total_tensors(manifest)}",
-        *(_indented(_table(rows, "<<<>")) if tensors else ()),
-    ]
+    return [place, *yaml.safe_dump(contents, sort_keys=False, allow_unicode=True, width=120).splitlines()]
 
 
 def shown_json(name: str, manifest: Manifest, *, tensors: bool) -> Object:
@@ -124,26 +113,6 @@ def shown_json(name: str, manifest: Manifest, *, tensors: bool) -> Object:
             for tensor, entry in manifest.tensors.items()
         }
     return result
-
-
-def _versions(environment: Mapping[str, Any]) -> str:
-    packages = {"python": environment.get("python"), **environment.get("packages", {})}
-    return ", ".join(f"{package} {version}" for package, version in packages.items() if version is not None)
-
-
-def _ledger(segments: Sequence[Mapping[str, Any]]) -> Lines:
-    """Return a line for each segment, without the order of the samples, which is long."""
-    lines = (", ".join(f"{key} {value}" for key, value in segment.items() if key != "order") for segment in segments)
-    return [f"ledger: {_number(len(segments), 'segment')}", *_indented(lines)]
-
-
-def _total_tensors(manifest: Manifest) -> str:
-    """Return number and bytes by the first part of the names: model, optimizer."""
-    sizes: dict[str, list[int]] = {}
-    for name, entry in manifest.tensors.items():
-        sizes.setdefault(name.partition(".")[0], []).append(entry.size)
-    parts = ", ".join(f"{part} {len(of)} ({formatting.size(sum(of))})" for part, of in sizes.items())
-    return f"{len(manifest.tensors)}: {parts}" if parts else "none"
 
 
 # --- verify -------------------------------------------------------------------------------------------------------
@@ -177,18 +146,12 @@ def audited(step: int, audit: Audit) -> Lines:
         *(f"from sample {position:,}: {what}" for position, what in audit.changes),
         *(f"left out {_span(sample)}: sample {sample.index}: {sample.reason}" for sample in audit.left_out),
         f"step {step:,}, {audit.samples:,} samples: "
-        + (f"complete, {_once(audit)}" if audit.complete else f"NOT complete: {incomplete(audit)}"),
+        + ("complete, each sample of the order once" if audit.complete else f"NOT complete: {incomplete(audit)}"),
     ]
 
 
 def _span(sample: LeftOutSample) -> str:
     return f"from {sample.position:,} on" if sample.until is None else f"from {sample.position:,} to {sample.until:,}"
-
-
-def _once(audit: Audit) -> str:
-    if not audit.left_out:
-        return "each sample of the order once"
-    return f"each sample of the order once, or listed as left out ({len(audit.left_out):,})"
 
 
 def incomplete(audit: Audit) -> str:
@@ -204,19 +167,13 @@ def incomplete(audit: Audit) -> str:
 
 
 def audited_json(audit: Audit) -> Object:
-    def lists(spans: Iterable[Span]) -> list[list[int]]:
-        return [list(span) for span in spans]
-
-    segments = zip(audit.segments, audit.expected, strict=True)
+    fields = asdict(audit)
+    segments = zip(fields["segments"], fields.pop("expected"), strict=True)
     return {
-        "samples": audit.samples,
+        **fields,
         "complete": audit.complete,
-        "gaps": lists(audit.gaps),
-        "repeats": lists(audit.repeats),
-        "mismatches": lists(audit.mismatches),
         "changes": [{"at": position, "what": what} for position, what in audit.changes],
-        "left_out": [asdict(sample) for sample in audit.left_out],
-        "segments": [{**asdict(segment), "expected": expected} for segment, expected in segments],
+        "segments": [{**segment, "expected": expected} for segment, expected in segments],
     }
 
 
@@ -241,21 +198,14 @@ def compared(names: Sequence[str], comparison: Comparison) -> Lines:
 
 
 def compared_json(comparison: Comparison) -> Object:
-    kinds = {
-        name: [{"dtype": kind.dtype, "shape": list(kind.shape)} for kind in pair] for name, *pair in comparison.kinds
-    }
-    values = {
-        tensor.name: {key: value for key, value in asdict(tensor).items() if key != "name"}
-        for tensor in comparison.values
-    }
+    fields = asdict(comparison)
+    only_in = fields.pop("alone")
     return {
+        **fields,
         "equal": comparison.equal,
-        "only_in": [list(names) for names in comparison.alone],
-        "kinds": kinds,
-        "values": values,
-        "same": comparison.same,
-        "config": {key: list(pair) for key, pair in comparison.config.items()},
-        "state": {key: list(pair) for key, pair in comparison.state.items()},
+        "only_in": only_in,
+        "kinds": {name: pair for name, *pair in fields["kinds"]},
+        "values": {tensor.pop("name"): tensor for tensor in fields["values"]},
     }
 
 
@@ -316,20 +266,8 @@ def _table(rows: Sequence[Sequence[str]], sides: str) -> Lines:
     ]
 
 
-def _pairs(values: Mapping[str, str]) -> Lines:
-    return _table(list(values.items()), "<<") if values else []
-
-
 def _indented(lines: Iterable[str]) -> Lines:
     return [f"  {line}" for line in lines]
-
-
-def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, Mapping):
-        yield key, value
-        return
-    for name, item in value.items():
-        yield from _flat(item, f"{key}.{name}" if key else str(name))
 
 
 def _metrics(metrics: Mapping[str, float | None]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from lockstep.cli.arguments import Parser, path, whole
@@ -46,7 +45,10 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--lenient", action="store_true", help="leave out keys that are not there or not known")
     parser.add_argument("--json", action="store_true", help="print config and keys as one JSON object on stdout")
     args, overrides = parser.parse(arguments)
-    _refuse_overwriting(args.to, args.force)
+    if args.to is not None and args.to.exists() and not (args.force and args.to.is_file()):
+        raise ConfigError(f"{args.to} exists; --force overwrites a file")
+    if args.to is not None and not args.to.parent.is_dir():
+        raise ConfigError(f"there is no folder {args.to.parent} for {args.to.name}")
 
     from lockstep.interop.importing import import_file
 
@@ -63,17 +65,6 @@ def run(arguments: Sequence[str]) -> int:
     elif not args.json:
         echo(_yaml(imported), end="")
     return 0
-
-
-def _refuse_overwriting(to: Path | None, force: bool) -> None:
-    if to is None:
-        return
-    if to.is_dir():
-        raise ConfigError(f"{to} is a folder; --to names the file to write, such as {to / 'run.yaml'}")
-    if to.exists() and not force:
-        raise ConfigError(f"{to} exists; --force overwrites it")
-    if not to.parent.is_dir():
-        raise ConfigError(f"there is no folder {to.parent} for {to.name}")
 
 
 def _yaml(imported: ImportedConfig) -> str:

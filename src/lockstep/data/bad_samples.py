@@ -2,9 +2,7 @@
 
 read([4, 7, 9]) raises --> read([4]), read([7]), read([9])
                            [7] raises            fail: "sample 7 can't be read"    skip: [4, 9], and 7 is left out
-                           none, read([4, 7, 9]) raises again
-                               read([4, 7]), read([4, 9])         "sample 9 can't be put into one batch with sample 4"
-                               no single one is to blame          "... but not put into one batch"
+                           none, read([4, 7, 9]) raises again     "samples 4, 7, 9 ... but not put into one batch"
                                                  works now        used, with a warning that names the sample
                        --> memory ran out: it is raised, unless a single sample is too large, which is left out
 nothing is left        --> a sample that is fine, without weight: all ranks have the same number of micro-batches
@@ -49,21 +47,7 @@ _log = logging.getLogger("lockstep.data")
 _warned = 0
 
 
-class UnfitItem(TypeError):
-    """A dataset returned what can't be put into a batch.
-
-    Attributes:
-        place: Of the item among those that were to be put into the batch.
-    """
-
-    def __init__(self, message: str, place: int = 0) -> None:
-        super().__init__(message)
-        self.place = place
-
-
 class _SampleNote(str):
-    """A note on an exception that states which sample raised it."""
-
     sample: int
 
 
@@ -79,7 +63,7 @@ def _noted_sample(error: Exception) -> int | None:
 
 
 def _describe(error: Exception) -> str:
-    if isinstance(error, UnfitItem):
+    if isinstance(error, UnusableSamples):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
@@ -91,6 +75,13 @@ def _describe(error: Exception) -> str:
 def _named(indices: Indices) -> str:
     shown = ", ".join(str(index) for index in indices[:8])
     return f"{shown}, ... ({len(indices)} in all)" if len(indices) > 8 else shown
+
+
+def _named_of(error: Exception, indices: Indices) -> str:
+    """Return the sample that raised the error, or all that were read if that isn't known."""
+    sample = _noted_sample(error)
+    alone = indices if sample is None else np.array([sample])
+    return f"samples {_named(alone)}" if len(alone) > 1 else f"sample {_named(alone)}"
 
 
 # --- errors -------------------------------------------------------------------------------------------------------
@@ -117,43 +108,28 @@ def read_again(read: Callable[[Indices], T], indices: Indices, error: Exception)
     for index in indices:
         sample_error = _error_of(read, indices[indices == index])
         if sample_error is not None:
-            verb = "used" if isinstance(sample_error, UnfitItem) else "read"
-            text = f"sample {index} can't be {verb}: {_describe(sample_error)}"
-            raise UnusableSamples(text, [int(index)]) from error
+            raise UnusableSamples(f"sample {index} can't be read: {_describe(sample_error)}", [int(index)]) from error
     try:
         values = read(indices)
     except Failure:
         raise
     except Exception as batch_error:
         _reraise_out_of_memory(batch_error, indices)
-        raise _unlike_each_other(read, indices, batch_error) from error
+        remedy = "; a custom collate function can pad them" if "equal size" in str(batch_error) else ""
+        why = f"can each be read, but not put into one batch: {_describe(batch_error)}{remedy}"
+        raise UnusableSamples(f"samples {_named(indices)} {why}", indices.tolist()) from error
     _warn_of_passing_error(indices, error)
     return values
 
 
-def _unlike_each_other(read: Callable[[Indices], object], indices: Indices, error: Exception) -> UnusableSamples:
-    """Return the error that names the sample that doesn't go into a batch with the others, or all of them."""
-    remedy = "; a custom collate function can pad them" if "equal size" in str(error) else ""
-    reason = f"{_describe(error)}{remedy}"
-    first, others = indices[:1], indices[1:]
-    unlike = [index for index in others if _error_of(read, np.append(first, index)) is not None]
-    if len(unlike) == len(others) > 1 and _error_of(read, others) is None:
-        unlike, first = [first[0]], others
-    if len(unlike) != 1 or len(others) < 2:
-        text = f"samples {_named(indices)} can each be read, but not put into one batch: {reason}"
-        return UnusableSamples(text, indices.tolist())
-    text = f"sample {unlike[0]} can't be put into one batch with sample {first[0]}: {reason}"
-    return UnusableSamples(text, [int(unlike[0])])
-
-
 def _warn_of_passing_error(indices: Indices, error: Exception) -> None:
-    """Report an error that didn't come again: the first few of a process, each with its sample if that is known."""
     global _warned
     _warned += 1
-    if _warned <= _MOST_WARNINGS:
-        sample = _noted_sample(error)
-        named = _named(indices if sample is None else indices[indices == sample])
-        _log.warning("sample %s failed once and succeeded when it was tried again: %s", named, _describe(error))
+    if _warned > _MOST_WARNINGS:
+        return
+    more = "; further ones aren't reported" if _warned == _MOST_WARNINGS else ""
+    outcome = f"failed once and succeeded when it was tried again: {_describe(error)}"
+    _log.warning("reading %s %s%s", _named_of(error, indices), outcome, more)
 
 
 def _error_of(read: Callable[[Indices], object], indices: Indices) -> Exception | None:
@@ -168,12 +144,8 @@ def _error_of(read: Callable[[Indices], object], indices: Indices) -> Exception 
 
 
 def _reraise_out_of_memory(error: Exception, indices: Indices) -> None:
-    """Raise the error, marked with the samples that were read, if memory ran out."""
     if out_of_memory_cause(error):
-        sample = _noted_sample(error)
-        note_location(
-            error, "data", f"while sample {_named(indices if sample is None else np.array([sample]))} was read"
-        )
+        note_location(error, "data", f"while reading {_named_of(error, indices)}")
         raise error
 
 

@@ -16,7 +16,6 @@ it other data.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -25,26 +24,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
 from lockstep.config.data_sections import FATAL, BadSamples, CustomData
 from lockstep.core import heartbeat
-from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.errors import ConfigError, RunFailed, UnusableSamples
 from lockstep.core.extensions import construct, import_target, source_file
 from lockstep.core.protocols import Source
 from lockstep.core.records import TARGETS, Batch, DataFacts
 from lockstep.data import noise
-from lockstep.data.bad_samples import UnfitItem, note_sample, read_or_explain, time_limit
+from lockstep.data.bad_samples import note_sample, read_or_explain, time_limit
 from lockstep.data.order import Indices
 from lockstep.data.weighted import WeightedDataset
 from lockstep.data.windows import fingerprint
@@ -54,7 +44,6 @@ Collate = Callable[[list[Any]], Any]
 
 _DTYPE, _REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
 _MAPPING = (dict, Mapping)  # what nearly all are comes first: an abstract class asks Python
-_ONE_DTYPE = "return one dtype, or set collate"
 _ITEMS = 16
 _UNREADABLE = "unreadable"
 
@@ -78,11 +67,7 @@ TRAINING = ItemReading()
 
 
 def open_custom(section: CustomData, reading: ItemReading = TRAINING) -> Source:
-    """Return the source that the section names; `reading` as of `adapt_dataset`.
-
-    Raises:
-        ConfigError: It can't be imported or called, or is neither a map-style Dataset nor a source.
-    """
+    """Return the source that the section names; `reading` as of `adapt_dataset`. Raises ConfigError."""
     dataset = construct("sources", section.target, section.arguments)
     collate = import_target(section.collate) if section.collate else None
     if collate is not None and not callable(collate):
@@ -127,8 +112,6 @@ def _of_columns(dataset: Any) -> Any:
 
 
 class _Columns:
-    """Rows of named tensors [samples, ...]."""
-
     def __init__(self, columns: dict[str, Tensor]) -> None:
         self._columns = columns
 
@@ -148,8 +131,10 @@ def _check_map_style(dataset: Any) -> None:
         )
     if isinstance(dataset, DataLoader):
         raise ConfigError(
-            f"a DataLoader isn't a dataset; {_without_loader(dataset)}, and collate=loader.collate_fn if it has a "
-            "custom one. Its batch_size is batch.micro_size, its num_workers data.loader.workers"
+            "a DataLoader isn't a dataset; pass the one that it loads: train_dataset=loader.dataset, and "
+            "collate=loader.collate_fn if it has a custom one. Its batch_size is batch.micro_size, its num_workers "
+            "data.loader.workers. The order of its sampler doesn't count: set data.shuffle, take "
+            "lockstep.WeightedDataset for weights, or torch.utils.data.Subset(dataset, ORDER) for an order of your own"
         )
     if isinstance(dataset, Mapping) and any(isinstance(key, str) for key in dataset):
         splits = ", ".join(map(str, dataset)) or "none"
@@ -173,27 +158,6 @@ def _check_map_style(dataset: Any) -> None:
         )
     if missing:
         raise ConfigError(f"{kind.__name__} isn't a map-style Dataset: it has no {' and no '.join(missing)}")
-
-
-def _without_loader(loader: DataLoader[Any]) -> str:
-    """Return what to pass instead of a DataLoader, so that its order isn't lost."""
-    sampler: Any = loader.sampler
-    plain = "pass the one that it loads: train_dataset=loader.dataset"
-    if type(loader.batch_sampler) is not BatchSampler and loader.batch_sampler is not None:
-        sampler = loader.batch_sampler
-    elif isinstance(sampler, WeightedRandomSampler) and sampler.replacement:
-        draws = "" if sampler.num_samples == len(sampler.weights) else f", samples={sampler.num_samples}"
-        return f"pass train_dataset=lockstep.WeightedDataset(loader.dataset, loader.sampler.weights{draws})"
-    elif isinstance(sampler, SequentialSampler):
-        return f"{plain}, with data.shuffle: false, since it doesn't shuffle"
-    elif isinstance(sampler, RandomSampler | DistributedSampler):
-        return plain
-    return (
-        f"{plain}. The order of its {type(sampler).__name__} would be lost: a run's follows from seed, epoch and "
-        "position, so that it resumes at the exact sample on any number of ranks. Pass "
-        "torch.utils.data.Subset(dataset, ORDER) with data.shuffle: false for one that is the same in each epoch, or "
-        "lockstep.WeightedDataset for weights"
-    )
 
 
 class TensorSource:
@@ -246,11 +210,7 @@ class ItemSource:
                 note_sample(error, index)
                 raise
             slots[at] = 0
-        try:
-            return as_batch(self.collate(items), len(numbers))
-        except UnfitItem as error:
-            note_sample(error, numbers[error.place])
-            raise
+        return as_batch(self.collate(items), len(numbers))
 
     def _item(self, index: int, reading: ItemReading) -> Any:
         """Return an item for the fingerprint, or a text if it is left out, or can't be read and may be."""
@@ -275,12 +235,9 @@ def collate_values(items: list[Any]) -> Any:
 
     try:
         return collate([*map(_with_tensors, items)] if _has_list(items[0]) else items, collate_fn_map=_COLLATED)
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError):
         if not _has_list(items[0]) and any(map(_has_list, items)):
             return collate([*map(_with_tensors, items)], collate_fn_map=_COLLATED)
-        for place, item in enumerate(items):
-            if part := _unfit_part(item):
-                raise UnfitItem(part, place) from error
         raise
 
 
@@ -298,33 +255,14 @@ def _with_tensors(item: Any) -> Any:
 def _stacked(tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -> Any:
     """Stack tensors as torch does, if they have one dtype: in a worker it would cast them, elsewhere promote them."""
     if len(set(map(_DTYPE, tensors))) > 1:
-        (usual, _), *_ = Counter(tensor.dtype for tensor in tensors).most_common()
-        place = next(at for at, tensor in enumerate(tensors) if tensor.dtype != usual)
-        raise UnfitItem(
-            f"the dataset returned {tensors[place].dtype} for it, and {usual} for others: {_ONE_DTYPE}", place
-        )
+        dtypes = ", ".join(str(tensor.dtype) for tensor in tensors[:_ITEMS])
+        raise UnusableSamples(f"the samples of one batch are {dtypes}: return one dtype, or set collate")
     if any(map(_REQUIRES_GRAD, tensors)):
-        place = next(at for at, tensor in enumerate(tensors) if tensor.requires_grad)
-        raise UnfitItem("the dataset returned a tensor that requires a gradient for it: return tensor.detach()", place)
+        raise UnusableSamples("the dataset returned a tensor that requires a gradient: return tensor.detach()")
     return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
 
 
 _COLLATED = {**default_collate_fn_map, Tensor: _stacked}
-
-
-def _unfit_part(item: Any, place: str = "") -> str:
-    """Return what torch can't put into a batch, as a sentence's end; empty if it is not a part of the item."""
-    if isinstance(item, Mapping | tuple | list):
-        named = item.items() if isinstance(item, Mapping) else enumerate(item)
-        return next((part for name, value in named if (part := _unfit_part(value, f"{place}[{name!r}]"))), "")
-    if isinstance(item, Tensor | int | float | str | bytes):
-        return ""
-    if isinstance(item, np.ndarray | np.generic) and item.dtype.kind not in "OSU":
-        return ""
-    kind = f"array of {item.dtype}" if isinstance(item, np.ndarray) else type(item).__name__
-    what = "None" if item is None else f"a value of the type {kind}"
-    at = f" as {place} of its item" if place else " for it"
-    return f"the dataset returned {what}{at}, which torch can't put into a batch: return tensors or numbers, or collate"
 
 
 def _as_tensor(value: Any) -> Any:

@@ -50,7 +50,6 @@ class DigitsSource:
 
 
 def _load() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return images [samples, 8, 8] in [0, 1], and the digit of each."""
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
         raise ConfigError(

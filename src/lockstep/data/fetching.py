@@ -20,8 +20,7 @@ import signal
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,14 +29,13 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from lockstep.core import heartbeat
 from lockstep.core.control_groups import Kills, kernel_kills, why_killed
 from lockstep.core.deferred_signals import DeferredHandler
 from lockstep.core.errors import Failure, RunFailed, WorkerDied
 from lockstep.core.failure_kinds import FailureKind
-from lockstep.core.heartbeat import Reading
 from lockstep.core.planted import UnreadableSamples, plant_unreadable, raise_planted, unreadable_samples
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch
@@ -98,11 +96,7 @@ class Workers:
 
 
 def fetch_all(source: Source, requests: Iterable[FetchRequest], workers: Workers) -> Iterator[Batch]:
-    """Return an iterator over the batches of the requests.
-
-    Raises:
-        RunFailed: The source raised, or a worker died; it names the samples.
-    """
+    """Return an iterator over the batches of the requests. Raises RunFailed."""
     if workers.number == 0:
         return (fetch(source, request) for request in requests)
     return _from_workers(source, requests, workers)
@@ -150,17 +144,9 @@ def _fetch(source: Source, request: FetchRequest) -> Batch:
 
 
 def _from_workers(source: Source, requests: Iterable[FetchRequest], workers: Workers) -> Iterator[Batch]:
-    pending: deque[FetchRequest] = deque()  # read by the DataLoader, which prefetches
-    dataset = _WorkerDataset(source, workers.number)
-
-    def recorded() -> Iterator[FetchRequest]:
-        for request in requests:
-            pending.append(request)
-            yield request
-
     loader = DataLoader(
-        dataset,
-        batch_sampler=recorded(),  # type: ignore[arg-type]  # any iterable works
+        _WorkerDataset(source),
+        batch_sampler=requests,  # type: ignore[arg-type]  # any iterable works
         collate_fn=dict,  # an answer is a mapping already
         num_workers=workers.number,
         prefetch_factor=workers.prefetch,
@@ -174,21 +160,18 @@ def _from_workers(source: Source, requests: Iterable[FetchRequest], workers: Wor
     forks = multiprocessing.get_start_method() == "fork"
     with nullcontext() if forks else safe_interpreters(), blocked_signals(forks=forks):
         answers = iter(loader)
-    processes = [worker.pid for worker in answers._workers]  # type: ignore[attr-defined]
-    worker_set = _WorkerSet(lambda dead: dataset.busy_with(pending, processes, dead), kills)
-    with _handling_deaths(worker_set, answers):
+    with _handling_deaths(kills, answers):
         while True:
             try:
                 answer = next(answers, None)
             except RuntimeError as error:  # torch raises it when a worker has died
-                death = _death(error, [worker_set])
+                death = _death(error, kills)
                 raise death from death.__cause__ or error  # a chain of causes has no cycle
             except (OSError, EOFError) as error:  # the worker's end of a pipe is closed
                 time.sleep(_SIGCHLD_WAIT_S)  # SIGCHLD comes later, and its error is more specific
-                raise _death(error, [worker_set]) from error
+                raise _death(error, kills) from error
             if answer is None:
                 return
-            pending.popleft()
             if "failure" in answer:
                 raise answer["failure"] from InWorker(answer["traceback"])
             inputs = answer["inputs"] if isinstance(answer["inputs"], Mapping) else tuple(answer["inputs"])
@@ -199,33 +182,18 @@ def _from_workers(source: Source, requests: Iterable[FetchRequest], workers: Wor
 class _WorkerDataset(Dataset[Any]):
     """The dataset of a worker. It answers a request, or a failure, with a mapping, which torch can pin."""
 
-    def __init__(self, source: Source, workers: int) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
-        # the first index of each worker's current request, in memory that outlives the worker; -1: none
-        self._busy = torch.full((workers,), -1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __getitems__(self, request: FetchRequest) -> Mapping[str, Any]:
-        worker = get_worker_info()
-        assert worker is not None
-        self._busy[worker.id] = int(request.indices[0])
         try:
             batch = fetch(self._source, request)
-            answer = {name: getattr(batch, name) for name in ("inputs", "targets", "samples", "tokens", "left_out")}
+            return {name: getattr(batch, name) for name in ("inputs", "targets", "samples", "tokens", "left_out")}
         except Exception as failure:  # a `RunFailed`, or memory ran out
-            answer = {"failure": failure, "traceback": traceback.format_exc()}
-        self._busy[worker.id] = -1  # not if it exits
-        return answer
+            return {"failure": failure, "traceback": traceback.format_exc()}
 
     def __getitem__(self, index: int) -> Any:
         raise AssertionError("a request is answered as a whole")
-
-    def busy_with(
-        self, pending: Iterable[FetchRequest], processes: Sequence[int], dead: Collection[int]
-    ) -> list[FetchRequest]:
-        """Return the requests that dead workers were busy with; of all workers if it isn't known which died."""
-        busy = zip(processes, self._busy.tolist(), strict=True)
-        firsts = {first for process, first in busy if process in dead or not dead}
-        return [request for request in pending if int(request.indices[0]) in firsts]
 
 
 class InWorker(Exception):
@@ -272,16 +240,13 @@ class _Killable:
         handle.terminate = handle.kill
 
 
-class _ForkWorker(_Killable, ForkProcess):
-    pass
+class _ForkWorker(_Killable, ForkProcess): ...
 
 
-class _SpawnWorker(_Killable, SpawnProcess):
-    pass
+class _SpawnWorker(_Killable, SpawnProcess): ...
 
 
-class _ForkServerWorker(_Killable, ForkServerProcess):
-    pass
+class _ForkServerWorker(_Killable, ForkServerProcess): ...
 
 
 _WORKERS = {"fork": _ForkWorker, "spawn": _SpawnWorker, "forkserver": _ForkServerWorker}
@@ -297,36 +262,21 @@ def _killable_context() -> BaseContext:
 # --- workers that died ------------------------------------------------------------------------------------------
 
 
-class _WorkerSet(NamedTuple):
-    """The workers of a loader, and the kernel's count of kills when they started.
-
-    Attributes:
-        busy: Returns the requests that some of its processes are busy with.
-    """
-
-    busy: Callable[[Collection[int]], list[FetchRequest]]
-    kills_before: Kills
-
-
 _IN_THE_RANK = ". Set data.loader.workers: 0 to fetch in the rank's own process, which shows the error"
 _FEWER = "Set fewer data.loader.workers, or a smaller data.loader.prefetch"
 _TORCHS_ADVICE = "Details are lost due to multiprocessing."  # and what follows
 _PROCESSES = re.compile(r"(?<=[( ])\d+(?=[,)])")  # (pid 7), (pid(s) 7, 8)
-_running: list[_WorkerSet] = []
+_running: list[Kills] = []  # the kernel's counts when each set of workers started
 
 
-def _death(error: Exception, worker_sets: Sequence[_WorkerSet]) -> RunFailed:
-    """Return the failure that names the samples that dead workers were fetching."""
+def _death(error: Exception, kills_before: Kills) -> RunFailed:
     if isinstance(error.__cause__, RunFailed):  # raised in the handler of SIGCHLD
         return error.__cause__
     message = str(error).partition(_TORCHS_ADVICE)[0].strip(" .")
     dead = {int(process) for process in _PROCESSES.findall(message)}
-    requests = [request for workers in worker_sets for request in workers.busy(dead)]
     read = [worker.reading for worker in heartbeat.own().workers() if worker.process in dead or not dead]
-    name = heartbeat.own().evaluation_set()
-    read = read or [Reading((*request.indices.tolist(),), name if request.evaluates else None) for request in requests]
     samples = f" while it read {' or '.join(map(str, read))}" if read else ""
-    why, kind, reason = why_killed(worker_sets[0].kills_before, kernel_kills(), _FEWER), FailureKind.WORKER_DIED, ""
+    why, kind, reason = why_killed(kills_before, kernel_kills(), _FEWER), FailureKind.WORKER_DIED, ""
     if message.endswith("signal: Killed"):
         kind = FailureKind.WORKER_MEMORY if why.by_kernel else FailureKind.WORKER_KILLED
         reason = f". Reason: {why.text}"
@@ -346,7 +296,7 @@ def _death(error: Exception, worker_sets: Sequence[_WorkerSet]) -> RunFailed:
 
 
 @contextmanager
-def _handling_deaths(workers: _WorkerSet, answers: Any) -> Iterator[None]:
+def _handling_deaths(kills_before: Kills, answers: Any) -> Iterator[None]:
     """Name the samples of a worker that dies within the block, wherever torch's handler of SIGCHLD raises.
 
     A failure would keep torch's iterator of their answers alive, and with it the workers.
@@ -354,7 +304,7 @@ def _handling_deaths(workers: _WorkerSet, answers: Any) -> Iterator[None]:
     handler = signal.getsignal(signal.SIGCHLD)
     if callable(handler) and not isinstance(handler, DeferredHandler) and _in_main_thread():
         signal.signal(signal.SIGCHLD, DeferredHandler(_ChildHandler(handler)))
-    _running.append(workers)
+    _running.append(kills_before)
     try:
         yield
     except Exception:
@@ -362,7 +312,7 @@ def _handling_deaths(workers: _WorkerSet, answers: Any) -> Iterator[None]:
         raise
     finally:
         _ignore_deaths(answers)
-        _running.remove(workers)
+        _running.remove(kills_before)
 
 
 def _ignore_deaths(answers: Any) -> None:
@@ -398,4 +348,4 @@ class _ChildHandler:
         except RuntimeError as error:
             if not _running:  # a user's own workers
                 raise
-            raise _death(error, _running) from error
+            raise _death(error, _running[0]) from error

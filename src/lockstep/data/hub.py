@@ -27,11 +27,7 @@ _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parq
 
 
 def load_rows(name: str, configuration: str | None, split: str) -> Any:
-    """Return a datasets.Dataset.
-
-    Raises:
-        ConfigError: The library, the data or the split is missing.
-    """
+    """Return a datasets.Dataset. Raises ConfigError: the library, the data or the split is missing."""
     try:
         import datasets
     except ImportError as error:
@@ -182,11 +178,7 @@ def _import_transformers() -> None:
 
 
 def fetch(config: Config) -> Iterator[str]:
-    """Download model, tokenizers and datasets; yield a line for each.
-
-    Raises:
-        ConfigError: There is no network, or the hub doesn't have one of them.
-    """
+    """Download model, tokenizers and datasets; yield a line for each. Raises ConfigError."""
     pretrained, sections = huggingface_sections(config)
     if not names_hub(config):
         yield "nothing to fetch: this run uses nothing from the hub"

@@ -13,39 +13,28 @@
 
 Targets of -100, such as padding, are ignored. Packed datasets are tokenized once on a machine or for a shared folder:
 
-    $LOCKSTEP_CACHE/packed/KEY/tokens             uint32, all documents, each with its end token
-                           KEY/header.json        the folder appears whole, under this name
-                           KEY.lock               locked by the process that tokenizes; holds what it has done so far
-
-Ranks wait for the lock and not in a collective, so that no time limit applies.
+    $LOCKSTEP_CACHE/packed/KEY/    token files (`tokens`), which appear whole
+                           KEY.lock    locked by the process that tokenizes; ranks wait for it, and not in a collective
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.config.schema import Config, HuggingFaceData
-from lockstep.core.cache_files import cache_folder, cache_remedy, locked
-from lockstep.core.drafts import whole_folder
-from lockstep.core.errors import ConfigError
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded
+from lockstep.config.schema import Config, HuggingFaceData, Tokens
+from lockstep.core.cache_files import cache_folder
+from lockstep.core.errors import ConfigError, UnusableSamples
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data import noise, windows
-from lockstep.data.bad_samples import UnfitItem, read_or_explain
+from lockstep.data.bad_samples import read_or_explain
 from lockstep.data.columns import check_columns, check_first_texts
 from lockstep.data.hub import (
     begin_tokens,
@@ -58,113 +47,20 @@ from lockstep.data.hub import (
     tokenizer_identity,
 )
 from lockstep.data.order import Indices
+from lockstep.data.prepare import plain_tokenizer, texts_of, write_splits
 from lockstep.data.sources import LANGUAGE_MODEL
+from lockstep.data.tokens import cached_folder, open_tokens
 
-FORMAT = 2
+FORMAT = 3
 _IGNORED = -100
 _COMPLETED = ("causal-lm", LANGUAGE_MODEL)
 _NEEDS_LABEL = {"sequence-classification": "the class", "seq2seq": "the target text"}
 _FINGERPRINT_ROWS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class TokenBlock:
-    """Some documents, tokenized.
-
-    Attributes:
-        ids: their tokens, end tokens included, uint32.
-        text_bytes: of their text in UTF-8.
-        documents: the number of documents up to and with these.
-    """
-
-    ids: NDArray[np.uint32]
-    text_bytes: int
-    documents: int
-
-
-@dataclass(frozen=True, slots=True)
-class TokenStream:
-    """The tokens of all documents.
-
-    Attributes:
-        digest: a hash of them.
-    """
-
-    tokens: windows.Tokens
-    text_bytes: int
-    digest: str
-
-
-def cached_stream(key: str, blocks: Callable[[], Iterator[TokenBlock]], documents: int, name: str) -> TokenStream:
-    """Return the stream of this key from the cache; the first process to need it writes it.
-
-    Args:
-        key: hash of all that the tokens depend on.
-        blocks: tokenizes the documents, in order.
-        documents: their number.
-        name: of the dataset, for messages.
-
-    Raises:
-        ConfigError: The disk is full or fails, or the folder can't be written.
-    """
-    folder = cache_folder("packed")
-    if (stream := _read(folder / key)) is not None:
-        return stream
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / f"{key}.lock", f"tokenizing dataset {name}") as show:
-            stream = _read(folder / key)  # another process may have written it meanwhile
-            if stream is None:
-                shutil.rmtree(folder / key, ignore_errors=True)  # it isn't whole
-                _write(folder / key, _shown(blocks(), documents, show))
-                stream = _read(folder / key)
-    except OSError as error:
-        why = f"the tokens of dataset {name} can't be written to {folder}: {error.strerror or error}"
-        raise ConfigError(f"{why}; {cache_remedy(error)}") from error
-    if stream is None:
-        raise ConfigError(f"the tokens of dataset {name} vanished from {folder} right after they were written")
-    return stream
-
-
-def _read(entry: Path) -> TokenStream | None:
-    """Return the stream in this folder; None if there is none, or it isn't whole."""
-    try:
-        header = json.loads(read_bounded(entry / "header.json", MAX_JSON_BYTES))
-        count, text_bytes, digest = int(header["tokens"]), int(header["text_bytes"]), str(header["digest"])
-        if header["format"] != FORMAT or count < 1 or (entry / "tokens").stat().st_size != 4 * count:
-            return None
-        tokens = np.memmap(entry / "tokens", dtype=np.uint32, mode="r", shape=(count,)).view(np.ndarray)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return TokenStream(tokens, text_bytes, digest)
-
-
-def _write(entry: Path, blocks: Iterator[TokenBlock]) -> None:
-    tokens = text_bytes = 0
-    hasher = hashlib.blake2b(digest_size=16)
-    with whole_folder(entry) as draft:
-        with (draft / "tokens").open("wb") as file:
-            for block in blocks:
-                file.write(block.ids.data)
-                hasher.update(block.ids.data)
-                tokens += len(block.ids)
-                text_bytes += block.text_bytes
-        header = {"format": FORMAT, "tokens": tokens, "text_bytes": text_bytes, "digest": hasher.hexdigest()}
-        (draft / "header.json").write_text(json.dumps(header))
-
-
-def _shown(blocks: Iterator[TokenBlock], documents: int, show: Callable[[str], None]) -> Iterator[TokenBlock]:
-    for block in blocks:
-        yield block
-        show(f"{block.documents:,} of {documents:,} documents")
+_SHOWN_EVERY = 1000  # documents
 
 
 def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: str | None) -> Source:
-    """Return the source of a dataset's rows.
-
-    Raises:
-        ConfigError: Data or tokenizer are missing, or don't suit the task.
-    """
+    """Return the source of a dataset's rows. Raises ConfigError."""
     name = section.tokenizer or tokenizer
     if name is None:
         raise ConfigError("data of kind huggingface needs a `tokenizer`: a folder or hub name; the model has none")
@@ -202,7 +98,6 @@ def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: s
 
 
 def _check_options(section: HuggingFaceData, task: str | None) -> None:
-    """Raise ConfigError if the task needs another option or doesn't take one of these."""
     model = task or "a custom model"
     completes = task in _COMPLETED and section.label is not None
     if task in _NEEDS_LABEL and section.label is None:
@@ -245,10 +140,10 @@ class Texts:
         self._of_text = [column for column in named if column is not None]
 
     def at(self, indices: Indices) -> dict[str, list[Any]]:
-        """Return the columns of the rows at `indices`. Raises UnfitItem for one without a text."""
+        """Return the columns of the rows at `indices`. Raises UnusableSamples for one without a text."""
         columns = self._at(indices)
         for column in self._of_text:
-            check_texts(columns[column], indices + 1, column, self.where, UnfitItem)
+            check_texts(columns[column], indices + 1, column, self.where, UnusableSamples)
         return columns
 
     def _at(self, indices: Indices) -> dict[str, list[Any]]:
@@ -272,17 +167,18 @@ class Texts:
 
     def fingerprint(self, kind: str) -> str:
         """Return a hash of rows spread over the dataset, the vocabulary and the options."""
-        covered = np.unique(np.linspace(0, len(self.rows) - 1, _FINGERPRINT_ROWS).astype(np.int64))
         options = self.section.model_dump(exclude={"name", "tokenizer", "split", "configuration", "train_on_prompt"})
         vocabulary = sorted(self.tokenizer.get_vocab().items())
-        return windows.fingerprint(kind, len(self.rows), read_or_explain(self._at, covered), options, vocabulary)
+        return windows.fingerprint(kind, len(self.rows), self._sampled(), options, vocabulary)
 
-    def stream_key(self, end: int) -> str:
-        """Return a hash of all that the documents' tokens depend on."""
+    def _sampled(self) -> dict[str, list[Any]]:
         sampled = np.unique(np.linspace(0, len(self.rows) - 1, _FINGERPRINT_ROWS).astype(np.int64))
-        texts = read_or_explain(self._at, sampled)[self.section.text]
-        source = (rows_identity(self.rows), self.section.text, texts)
-        return windows.fingerprint("stream", FORMAT, *source, tokenizer_identity(self.tokenizer), end)
+        return read_or_explain(self._at, sampled)
+
+    def stream_key(self) -> str:
+        """Return a hash of all that the documents' tokens depend on."""
+        source = (rows_identity(self.rows), self.section.text, self._sampled()[self.section.text])
+        return windows.fingerprint("stream", FORMAT, *source, tokenizer_identity(self.tokenizer))
 
 
 class TextSource:
@@ -401,37 +297,24 @@ class Completions:
         return [*self._begin, *prompt[max(len(prompt) - left, 0) :]], completion
 
 
-def _packed(texts: Texts, *, aligned: bool) -> windows.WindowSource:
+def _packed(texts: Texts, *, aligned: bool) -> Source:
     """Join all documents by the end token, and cut them into full samples of `max_length`.
 
     They are tokenized once for all ranks, runs and lengths.
     """
-    section, end = texts.section, end_token(texts.tokenizer)
-    if end is None:
-        raise ConfigError("packed needs a tokenizer with an end token (eos or sep); this one has none")
-    stream = cached_stream(texts.stream_key(end), partial(_blocks, texts, end), len(texts.rows), section.name)
-    return windows.WindowSource(
-        windows.cut_windows(stream.tokens, section.max_length, f"dataset {section.name}"),
-        windows.fingerprint("packed", section.max_length, stream.digest),
-        aligned=aligned,
-        vocabulary=len(texts.tokenizer),
-        bytes_per_token=stream.text_bytes / len(stream.tokens),
-    )
+    section, tokenizer = texts.section, plain_tokenizer(texts.tokenizer.name_or_path, texts.tokenizer)
 
+    def tokenize(folder: Path, show: Callable[[str], None]) -> None:
+        def documents() -> Iterator[str]:
+            for number, text in enumerate(texts_of(texts.rows, section.text, texts.where)):
+                if number % _SHOWN_EVERY == 0:
+                    show(f"{number:,} of {len(texts.rows):,} documents")
+                yield text
 
-def _blocks(texts: Texts, end: int) -> Iterator[TokenBlock]:
-    """Tokenize the documents, a thousand at a time. Raises ConfigError for a row without a text."""
-    section, number = texts.section, 0
-    for columns in texts.rows.iter(batch_size=1000):
-        documents = columns[section.text]
-        check_texts(documents, count(number + 1), section.text, texts.where)
-        ids: list[int] = []
-        for encoded in texts.tokenizer(documents, add_special_tokens=False)["input_ids"]:
-            ids += encoded
-            ids.append(end)
-        number += len(documents)
-        text_bytes = sum(len(document.encode()) for document in documents)
-        yield TokenBlock(np.array(ids, dtype=np.uint32), text_bytes, number)
+        write_splits(folder, ["train"], tokenizer, documents())
+
+    folder = cached_folder("packed", texts.stream_key(), f"tokenizing dataset {section.name}", tokenize)
+    return open_tokens(Tokens(kind="tokens", folder=str(folder), length=section.max_length), aligned=aligned)
 
 
 def _valid(encoding: dict[str, Tensor]) -> Tensor:
@@ -446,11 +329,7 @@ def _following(targets: Tensor) -> Tensor:
 
 
 def _num_outputs(rows: Any, label: str) -> int:
-    """Return the length of the label's lists, 0 or 1 for each class; 1 for a single number.
-
-    Raises:
-        ConfigError: The lists differ in length.
-    """
+    """Return the length of the label's lists, 0 or 1 for each class; 1 for a single number. Raises ConfigError."""
     lengths = {len(value) if isinstance(value, list) else 1 for value in rows[label]}
     if len(lengths) > 1:
         raise ConfigError(
@@ -473,11 +352,7 @@ def _refuse_unlabeled(rows: Any, label: str, where: str) -> None:
 
 
 def _num_classes(rows: Any, label: str) -> int:
-    """Return the number of classes in the label column.
-
-    Raises:
-        ConfigError: Its values aren't numbers from 0.
-    """
+    """Return the number of classes in the label column. Raises ConfigError: its values aren't numbers from 0."""
     values = set(rows.unique(label))
     wrong = [value for value in values if not isinstance(value, int)]
     if wrong:

@@ -45,8 +45,6 @@ _BLOCK = 4096  # positions whose order is computed at once: 0.04 us each; 8 us e
 
 @dataclass(slots=True)
 class _Share:
-    """The part of an update that this rank fetches."""
-
     requests: list[FetchRequest]
     samples: int
     epoch: int
@@ -96,11 +94,7 @@ class TrainingLoader:
         self._running: Generator[GlobalBatch, None, None] | None = None
 
     def updates(self, progress: Progress) -> Iterator[GlobalBatch]:
-        """Yield the updates after `progress`, without end; close the iterator of an earlier call.
-
-        Raises:
-            RunFailed: During iteration: a sample can't be read, or a worker died.
-        """
+        """Yield the updates after `progress`, without end; close the iterator of an earlier call. Raises RunFailed."""
         self.close()
         self._running = self._epochs(progress)
         return self._running
@@ -118,7 +112,7 @@ class TrainingLoader:
 
     def own_samples(self, progress: Progress) -> list[list[int]]:
         """Return this rank's samples of the update after `progress`, by micro-batch; none of padding."""
-        requests = self._share_after(progress).requests
+        requests = next(self._shares(progress.steps, progress.samples, None)).requests
         return [[] if request.is_padding else request.indices.tolist() for request in requests]
 
     def samples_between(self, first: int, last: int) -> list[int]:
@@ -148,9 +142,6 @@ class TrainingLoader:
             epoch_start = (position - 1) // self.epoch_samples * self.epoch_samples
             position = epoch_start + (position - epoch_start - 1) // size * size
         return max(0, position)
-
-    def _share_after(self, progress: Progress) -> _Share:
-        return next(self._shares(progress.steps, progress.samples, None))
 
     def close(self) -> None:
         """Stop the workers."""
@@ -209,7 +200,6 @@ class TrainingLoader:
         return fetch(self._source, request)
 
     def _shares(self, step: int, cursor: int, stop: int | None) -> Iterator[_Share]:
-        """Yield the shares from `cursor` to `stop`, in blocks of equal updates."""
         while cursor != stop:
             epoch, position = divmod(cursor, self.epoch_samples)
             left = self.epoch_samples - position

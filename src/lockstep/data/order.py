@@ -133,7 +133,6 @@ def digest(epoch: int, indices: Indices) -> int:
 
 
 def _sample_digests(epoch: int, indices: Indices) -> NDArray[np.uint64]:
-    """Return splitmix64 (`mix`) of each index and the epoch, modulo `MODULUS`."""
     with np.errstate(over="ignore"):
         state = indices.astype(np.uint64) * np.uint64(2) + np.uint64(1)
         state += np.uint64(epoch % 2**32) * np.uint64(0x9E3779B97F4A7C15)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ from lockstep.data.hub import check_texts, end_token, load_rows, load_tokenizer
 from lockstep.data.tokens import FORMAT, Header, write_header
 
 _ROWS = {".csv", ".parquet", ".json"}  # files of rows, read by the datasets library
-_LOCK, _PARTS = ".prepare.lock", ("tokens", "documents")
+_LOCK, _DRAFT = ".prepare.lock", ".prepare"
 _BATCH = 1000  # documents tokenized at a time
 _MOST_SHOWN = 200  # characters of a reason
 _BYTE_END = 256  # the end token of `bytes`
@@ -40,7 +40,7 @@ Ids = NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokenizer:
+class Tokenizer:
     """A tokenizer that encodes texts without special tokens."""
 
     name: str
@@ -84,11 +84,20 @@ def prepare(
     if len(set(names)) < len(names):
         raise ConfigError("held_out writes a split named held-out, the same as split; give split another name")
     missing = [folder for folder in (output, *output.parents) if not folder.exists()]
-    writers = [_SplitWriter(output, name, loaded) for name in names]
+    target = output / _DRAFT
     try:
         output.mkdir(parents=True, exist_ok=True)
         with locked(output / _LOCK, f"preparing {output}", stays=False) as show:
-            return _write(writers, _shown(_documents(inputs, split, column, configuration), show), held_out)
+            remove_abandoned(target)
+            draft = draft_of(target)
+            draft.mkdir()
+            try:
+                documents = _shown(_documents(inputs, split, column, configuration), show)
+                headers = write_splits(draft, names, loaded, documents, held_out)
+                _publish(draft, output, names)
+            finally:
+                remove(draft)
+            return headers
     except OSError as error:
         remedy = "; name a folder with space" if error.errno in DISK_FULL else ""
         raise ConfigError(f"{error.filename or output}: {error.strerror or error}{remedy}") from error
@@ -98,21 +107,31 @@ def prepare(
                 folder.rmdir()
 
 
-def _write(writers: Sequence[_SplitWriter], documents: Iterator[str], held_out: int | None) -> dict[str, Header]:
-    """Write the splits, and make all of them exist once each is complete. Raises OSError."""
+def write_splits(
+    folder: Path, names: Sequence[str], tokenizer: Tokenizer, documents: Iterator[str], held_out: int | None = None
+) -> dict[str, Header]:
+    """Write splits of documents, every `held_out`-th to the second; return their headers. Raises OSError."""
+    writers = [SplitWriter(folder, name, tokenizer) for name in names]
     try:
-        for writer in writers:
-            writer.open()
         for number, document in enumerate(documents):
             held = held_out is not None and number % held_out == held_out - 1
             writers[held].add(document)
-        headers = {writer.name: writer.complete() for writer in writers}
-        for writer in writers:
-            writer.publish(headers[writer.name])
-        return headers
+        return {writer.name: writer.complete() for writer in writers}
     finally:
         for writer in writers:
-            writer.discard()
+            writer.close()
+
+
+def _publish(draft: Path, output: Path, names: Sequence[str]) -> None:
+    """Move complete splits, each header last: a split exists if its header does. Raises OSError."""
+    for file in draft.iterdir():
+        flush(file)
+    for name in names:
+        (output / f"{name}.json").unlink(missing_ok=True)  # until all new files are in place
+    for part in ("tokens", "documents", "json"):
+        for name in names:
+            (draft / f"{name}.{part}").replace(output / f"{name}.{part}")
+    flush(output)
 
 
 def _shown(documents: Iterator[str], show: Callable[[str], None]) -> Iterator[str]:
@@ -174,6 +193,11 @@ def _rows(name: str, configuration: str | None, split: str, column: str) -> Iter
     rows = load_rows(name, configuration, split)
     check_columns(rows.column_names, [column])
     where = name if local_path(name).expanduser().is_file() else f"dataset {name}, split {split}"
+    return texts_of(rows, column, where)
+
+
+def texts_of(rows: Any, column: str, where: str) -> Iterator[str]:
+    """Yield the texts of a column of a datasets.Dataset. Raises ConfigError for a row without one."""
     first = 1
     for batch in rows.select_columns([column]).iter(batch_size=_BATCH):
         check_texts(batch[column], count(first), column, where)
@@ -184,11 +208,16 @@ def _rows(name: str, configuration: str | None, split: str, column: str) -> Iter
 # --- tokens -----------------------------------------------------------------------------------------------------
 
 
-def _tokenizer(name: str) -> _Tokenizer:
+def _tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         as_bytes = lambda texts: [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]  # noqa: E731
-        return _Tokenizer("bytes", _BYTE_END + 1, _BYTE_END, as_bytes)
-    loaded = load_tokenizer(name)
+        return Tokenizer("bytes", _BYTE_END + 1, _BYTE_END, as_bytes)
+    folder = Path(name).expanduser()  # runs may start in another folder
+    return plain_tokenizer(str(folder.resolve()) if folder.is_dir() else name, load_tokenizer(name))
+
+
+def plain_tokenizer(name: str, loaded: Any) -> Tokenizer:
+    """Return a tokenizer of the transformers library. Raises ConfigError if it can't end a document."""
     end = end_token(loaded)
     if end is None:
         raise ConfigError(f"tokenizer {name} has no token (eos or sep) to end a document with")
@@ -196,17 +225,16 @@ def _tokenizer(name: str) -> _Tokenizer:
     def encode(texts: list[str]) -> list[Ids]:
         return [np.array(ids, dtype=np.uint32) for ids in loaded(texts, add_special_tokens=False)["input_ids"]]
 
-    folder = Path(name).expanduser()  # runs may start in another folder
-    return _Tokenizer(str(folder.resolve()) if folder.is_dir() else name, len(loaded), int(end), encode)
+    return Tokenizer(name, len(loaded), int(end), encode)
 
 
 # --- files ------------------------------------------------------------------------------------------------------
 
 
-class _SplitWriter:
-    """A writer of a split's files, which are drafts until they are published."""
+class SplitWriter:
+    """A writer of a split's files in a folder."""
 
-    def __init__(self, folder: Path, name: str, tokenizer: _Tokenizer) -> None:
+    def __init__(self, folder: Path, name: str, tokenizer: Tokenizer) -> None:
         self.name = name
         self._folder = folder
         self._tokenizer = tokenizer
@@ -215,13 +243,7 @@ class _SplitWriter:
         self._offsets = [0]
         self._text_bytes = 0
         self._digest = hashlib.blake2b(digest_size=16)
-        self._file: BinaryIO | None = None
-
-    def open(self) -> None:
-        """Open a draft. Raises OSError."""
-        for part in _PARTS:
-            remove_abandoned(self._path(part))
-        self._file = draft_of(self._path("tokens")).open("wb")
+        self._file = self._path("tokens").open("wb")
 
     def add(self, document: str) -> None:
         self._pending.append(document)
@@ -229,21 +251,18 @@ class _SplitWriter:
             self._flush()
 
     def complete(self) -> Header:
-        """Complete the drafts; return the split's header. Raises OSError."""
-        assert self._file is not None, "it is open"
+        """Complete the files; return the split's header. Raises OSError."""
         self._flush()
         if len(self._offsets) == 1:
             raise ConfigError(f"there are no documents for split {self.name}")
         offsets = np.array(self._offsets, dtype=np.int64)
         self._digest.update(offsets.data)
         with naming(self._path("documents")):
-            draft_of(self._path("documents")).write_bytes(offsets.tobytes())
+            self._path("documents").write_bytes(offsets.tobytes())
         with naming(self._path("tokens")):
             self._file.close()
-        for part in _PARTS:
-            flush(draft_of(self._path(part)))
         tokens = self._offsets[-1]
-        return Header(
+        header = Header(
             format=FORMAT,
             dtype=self._dtype.name,
             tokens=tokens,
@@ -254,27 +273,17 @@ class _SplitWriter:
             bytes_per_token=self._text_bytes / tokens,
             fingerprint=self._digest.hexdigest(),
         )
-
-    def publish(self, header: Header) -> None:
-        """Rename the complete drafts, which makes the split exist. Raises OSError."""
-        self._path("json").unlink(missing_ok=True)  # until all new files are in place
-        for part in _PARTS:
-            draft_of(self._path(part)).replace(self._path(part))
         write_header(self._folder, self.name, header)
+        return header
 
-    def discard(self) -> None:
-        """Remove the drafts of an unfinished split. Never raises."""
-        if self._file is not None:
-            with suppress(OSError):  # it tries once more to write what a full disk hasn't taken
-                self._file.close()
-        for part in _PARTS:
-            remove(draft_of(self._path(part)))
+    def close(self) -> None:
+        with suppress(OSError):  # it tries once more to write what a full disk hasn't taken
+            self._file.close()
 
     def _path(self, part: str) -> Path:
         return self._folder / f"{self.name}.{part}"
 
     def _flush(self) -> None:
-        assert self._file is not None, "it is open"
         for text, ids in zip(self._pending, self._tokenizer.encode(self._pending), strict=True):
             block = np.append(ids, np.uint32(self._tokenizer.end)).astype(self._dtype)
             with naming(self._path("tokens")):

@@ -58,8 +58,6 @@ class StageTimes:
 
 
 class _TimedItems:
-    """A dataset that times its items."""
-
     def __init__(self, dataset: Any, times: StageTimes) -> None:
         self._dataset = dataset
         self._times = times

@@ -35,11 +35,7 @@ _EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "
 
 
 def open_stdlib_text(section: StdlibText, *, aligned: bool) -> WindowSource:
-    """Return windows of bytes; `aligned` as for `WindowSource`.
-
-    Raises:
-        ConfigError: There are fewer samples than configured, or this Python comes without its source.
-    """
+    """Return windows of bytes; `aligned` as for `WindowSource`. Raises ConfigError."""
     text = np.frombuffer(text_of(held_out=section.split == "held-out"), dtype=np.uint8)
     windows = cut_windows(text, section.length, f"the standard library's {section.split} text")
     available = len(windows)

@@ -21,6 +21,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.config.schema import Tokens
-from lockstep.core.cache_files import DISK_FULL, cache_folder, cache_remedy, locked
+from lockstep.core.cache_files import cache_folder, cache_remedy, locked
 from lockstep.core.drafts import whole_folder
 from lockstep.core.errors import ConfigError
 from lockstep.core.files import MAX_JSON_BYTES, naming, read_bounded, write_atomically
@@ -187,7 +188,9 @@ def open_tokens(section: Tokens, *, aligned: bool) -> Source:
     if is_address(section.folder):
         stored = downloaded_header(section.folder, section.split)
         header = _parsed_header(stored, f"{section.folder}/{section.split}.json")
-        folder = downloaded_split(section.folder, section.split, stored, header.fingerprint)
+        key = hashlib.blake2b(section.split.encode() + b"\n" + stored, digest_size=16).hexdigest()
+        download = partial(_download, section.folder, section.split, stored)
+        folder = cached_folder("tokens", key, f"downloading {section.folder}/{section.split}", download)
     else:
         folder = Path(section.folder).expanduser()
         header = read_header(folder, section.split)
@@ -246,7 +249,6 @@ class WholeDocuments:
         return Batch({name: torch.from_numpy(inputs)}, torch.from_numpy(targets), len(indices), int(ends[-1]))
 
     def _targets(self, text: windows.Tokens, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return each token itself or, if not aligned, the next in its piece, [tokens]."""
         targets: NDArray[np.int64] = text.astype(np.int64)
         if self._aligned:
             targets[starts] = _IGNORED  # after the shift, the target of the previous piece's last token
@@ -257,7 +259,6 @@ class WholeDocuments:
 
 
 def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return starts[0] .. starts[0] + lengths[0], then starts[1] .. and so on."""
     ends = np.cumsum(lengths)
     positions: NDArray[np.int64] = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
     return positions
@@ -267,11 +268,7 @@ def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np
 
 
 def read_header(folder: Path, split: str) -> Header:
-    """Return a split's header.
-
-    Raises:
-        ConfigError: There is none, or its format isn't supported.
-    """
+    """Return a split's header. Raises ConfigError: there is none, or its format isn't supported."""
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder.absolute()}; {_PREPARE}")
     path = folder / f"{split}.json"
@@ -326,49 +323,46 @@ def downloaded_header(address: str, split: str) -> bytes:
     return bytes(data)
 
 
-def downloaded_split(address: str, split: str, header: bytes, fingerprint: str) -> Path:
-    """Return the local folder with a split, downloaded if need be.
+def cached_folder(kind: str, key: str, work: str, make: Callable[[Path, Callable[[str], None]], None]) -> Path:
+    """Return the folder of this key in the cache, which the first process to need it makes, whole or not at all.
 
     Args:
-        header: As stored.
-        fingerprint: Hash of tokens and documents that the header states.
+        work: What making it is, for messages.
+        make: Fills the folder; its second argument shows how far that is.
 
     Raises:
-        ConfigError: The store or the disk fails, or the files aren't those that the header describes.
+        ConfigError: A store or the disk fails, or the folder can't be written.
     """
-    folder = cache_folder("tokens")
-    key = hashlib.blake2b(split.encode() + b"\n" + header, digest_size=16).hexdigest()
+    folder = cache_folder(kind)
     entry = folder / key
     try:
         if not entry.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
-            with locked(folder / f"{key}.lock", f"downloading {address}/{split}") as show:
-                if not entry.is_dir():  # another process may have downloaded it meanwhile
-                    _download(open_store(address, _RETRY_SECONDS), split, header, fingerprint, entry, show)
+            with locked(folder / f"{key}.lock", work) as show:
+                if not entry.is_dir():  # another process may have made it meanwhile
+                    with whole_folder(entry) as draft:
+                        make(draft, show)
     except OSError as error:
-        remedy = f"; {cache_remedy(error)}" if error.errno in DISK_FULL else ""
-        raise ConfigError(f"{error.filename or address}: {error.strerror or error}{remedy}") from error
+        remedy = "" if is_address(str(error.filename)) else f"; {cache_remedy(error)}"
+        raise ConfigError(f"{work}: {error.filename or entry}: {error.strerror or error}{remedy}") from error
     return entry
 
 
-def _download(
-    store: BlobStore, split: str, header: bytes, fingerprint: str, entry: Path, show: Callable[[str], None]
-) -> None:
-    with whole_folder(entry) as draft:
-        hasher = hashlib.blake2b(digest_size=16)
-        for part in ("tokens", "documents"):
-            name = f"{split}.{part}"
-            with naming(draft / name):
-                _download_file(store, name, draft / name, show)
-            with (draft / name).open("rb") as file:
-                while block := file.read(_HASHED_BYTES):
-                    hasher.update(block)
-        if hasher.hexdigest() != fingerprint:
-            raise ConfigError(
-                f"the files of split {split} in {store.place} are not those that {split}.json describes; copy there "
-                "again what `lockstep data prepare` has written"
-            )
-        (draft / f"{split}.json").write_bytes(header)
+def _download(address: str, split: str, header: bytes, draft: Path, show: Callable[[str], None]) -> None:
+    store, hasher = open_store(address, _RETRY_SECONDS), hashlib.blake2b(digest_size=16)
+    for part in ("tokens", "documents"):
+        name = f"{split}.{part}"
+        with naming(draft / name):
+            _download_file(store, name, draft / name, show)
+        with (draft / name).open("rb") as file:
+            while block := file.read(_HASHED_BYTES):
+                hasher.update(block)
+    if hasher.hexdigest() != _parsed_header(header, f"{address}/{split}.json").fingerprint:
+        raise ConfigError(
+            f"the files of split {split} in {store.place} are not those that {split}.json describes; copy there "
+            "again what `lockstep data prepare` has written"
+        )
+    (draft / f"{split}.json").write_bytes(header)
 
 
 def _download_file(store: BlobStore, name: str, path: Path, show: Callable[[str], None]) -> None:

@@ -54,7 +54,6 @@ def answered(key: ForeignKey, file: ForeignFile) -> Answer:
 
 
 def _row(path: Sequence[str]) -> KeyRow | None:
-    """Return the row of `section.key`, of a section that answers for all its keys, or of the key."""
     rows = key_rows()
     for section in path[:-1]:
         qualified = rows.get(".".join(path[-2:]))
@@ -103,7 +102,6 @@ def _inside_deepspeed(path: tuple[str, ...], file: ForeignFile) -> tuple[str, ..
 
 
 def _flat_deepspeed(key: ForeignKey, file: ForeignFile) -> Answer | None:
-    """Return the answer for a DeepSpeed key outside its section."""
     if key.word in keys_of("zero_optimization", ["pass", "only", "refuse"]):
         return deepspeed.answer(("zero_optimization", key.word), key, file)
     return deepspeed.answer((key.word,), key, file) if key.word in keys_of("", ["pass", "only"]) else None
@@ -122,6 +120,5 @@ def is_lockstep_key(path: Sequence[str]) -> bool:
 
 @cache
 def _known_words() -> tuple[str, ...]:
-    """Return the words that a misspelled one may stand for."""
     words = {word.rpartition(".")[2] for word in key_rows()}
     return tuple(sorted({*words, *(path[-1] for path in shape.all_keys() if len(path) > 1)}))

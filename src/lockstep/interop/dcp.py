@@ -79,7 +79,6 @@ class _PlainValuesPlanner(_EmptyStateDictLoadPlanner):
 
 
 def _check(folder: Path, metadata: Any) -> None:
-    """Raise ConfigError if a file or a part of a tensor is missing."""
     for place in metadata.storage_data.values():
         name = str(place.relative_path)
         if name != Path(name).name or not (folder / name).is_file():
@@ -104,11 +103,7 @@ def is_dcp(folder: Path) -> bool:
 
 
 def read_dcp(folder: Path) -> dict[Any, Any]:
-    """Return what was saved, as nested mappings; values that aren't tensors or plain are None.
-
-    Raises:
-        ConfigError: Files are missing or damaged, or the metadata names unknown classes.
-    """
+    """Return what was saved, as nested mappings; values that aren't tensors or plain are None. Raises ConfigError."""
     content: dict[Any, Any] = {}
     try:
         with warnings.catch_warnings():

@@ -62,7 +62,6 @@ def key_hint(path: tuple[str, ...], node: Node, tree: Table) -> str | None:
 
 
 def _row(path: tuple[str, ...]) -> KeyRow | None:
-    """Return the row of `section.key`, or else of the key."""
     rows = key_rows()
     return rows.get(".".join(map(plain, path[-2:]))) or rows.get(plain(path[-1]))
 

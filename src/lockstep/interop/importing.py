@@ -155,11 +155,7 @@ def listed(file: ForeignFile, ranks: int | None = None) -> tuple[ImportedKey, ..
 
 
 def nested(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return settings with dotted keys as nested sections, in the order of the schema.
-
-    Raises:
-        ConfigError: A key is both a section and a value.
-    """
+    """Return settings with dotted keys as nested sections, in the order of the schema. Raises ConfigError."""
     tree: dict[str, object] = {}
     for key, value in settings.items():
         *sections, last = key.split(".")
@@ -250,7 +246,6 @@ _DEFAULTS: Mapping[ForeignKind, Mapping[str, Mapping[str, object]]] = {
 
 
 def _defaults(file: ForeignFile, findings: Sequence[ImportedKey]) -> Iterator[ImportedKey]:
-    """Yield the tool's defaults that the file relies on and Lockstep doesn't share."""
     settings = _settings_of(findings)
     for word, default in _defaults_of(file, settings).items():
         target = next(iter(default))
@@ -285,7 +280,6 @@ def _defaults_of(file: ForeignFile, settings: Mapping[str, object]) -> Mapping[s
 
 
 def _left_open(words: str, file: ForeignFile) -> bool:
-    """Return whether the file sets one of these to `auto`."""
     keys = {f"{word}{end}" for word in words.split(", ") for end in ("", ".enabled", ".type")}
     return any(key.value == "auto" and plain(key.key) in keys for key in file.keys)
 
@@ -347,7 +341,6 @@ def _problem(finding: ImportedKey) -> Problem:
 
 
 def _placed(problem: Problem, by_key: Mapping[str, ImportedKey], over: Collection[str]) -> Problem:
-    """Return the problem with its position in the imported file, or on the command line."""
     finding = by_key.get(problem.key)
     if finding is not None:
         prefix = "" if problem.key == finding.key else f"{problem.key}: "

@@ -85,7 +85,6 @@ def dataset(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
 
 
 def _hub_dataset(file: ForeignFile) -> str | None:
-    """Return the name of the training dataset if it is on the hub."""
     key = file.find(*keys_for("dataset", "data.train.name"))
     name = None if key is None else str(key.value)
     if name is None or name.lower().startswith(_NOT_ON_THE_HUB) or name.startswith((".", "/")):

@@ -119,7 +119,6 @@ def _flat(place: Path, saved: Mapping[Any, Any]) -> PeerOptimizer:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a group that are numbers, and its betas."""
     single = {
         key: each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for key, each in group.items()
     }
@@ -229,11 +228,7 @@ def _splits(model: nn.Module) -> Sequence[Callable[[str], bool]]:
 
 
 def moments(named: PeerOptimizer, optim: Optim, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the entries of a saved state for an optimizer of the config.
-
-    Raises:
-        ConfigError: The state is another optimizer's, or of other parameters.
-    """
+    """Return the entries of a saved state for an optimizer of the config. Raises ConfigError."""
     wanted = () if optim.name == "sgd" and not optim.momentum else ENTRIES[optim.name]
     tensors, place = dict[str, Tensor](), named.place
     states = {name: state for name, state in named.states.items() if state}

@@ -98,7 +98,6 @@ def _of_torch(place: Path, key: str | None, optimizer: bool) -> PeerCheckpoint:
 
 
 def _in_folder(folder: Path, optimizer: bool) -> tuple[dict[Any, Any], str]:
-    """Return the values of all files of a folder, except transformers' weights."""
     content: dict[Any, Any] = {}
     parts = [folder / part for part in _PARTS if is_dcp(folder / part)]
     for part in parts:
@@ -133,7 +132,6 @@ def _mapping(file: Path, value: object) -> Mapping[Any, Any]:
 
 
 def _only_optimizer(place: Path, content: Mapping[Any, Any]) -> tuple[PeerOptimizer | None, object]:
-    """Return the only optimizer among the values, whatever its key, and that key."""
     several = ((key, value if isinstance(value, list) else [value]) for key, value in content.items())
     saved = [(key, value) for key, values in several for value in values if is_optimizer(value)]
     if len(saved) > 1:

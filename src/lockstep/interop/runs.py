@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lockstep.config.schema import Config, Optim, Parallel
+from lockstep.config.schema import Config, Parallel
 from lockstep.config.trust import recorded
 from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Problem, RunFailed
@@ -182,7 +182,7 @@ def _beginning_notes(session: Session, peer: PeerCheckpoint) -> Iterator[str]:
 
 
 def _differences(session: Session, named: PeerOptimizer, progress: Progress) -> Iterator[str]:
-    """Yield how the settings of the checkpoint's parameter groups differ from the config's, and what to set."""
+    """Yield how the settings of the checkpoint's parameter groups differ from the config's."""
     components = components_of(session)
     optim, plan, model = components.config.optim, components.plan, components.sharding.state.model
     done = fraction_done(components.config.run, progress, plan.epoch_samples)
@@ -199,36 +199,23 @@ def _differences(session: Session, named: PeerOptimizer, progress: Progress) -> 
             other = saved.get(name, {}).get(key, value)
             if not _is_close(other, value):
                 differing.setdefault((key, _shown(other), _shown(value)), []).append(name)
-    peaks = {_shown(group.get("initial_lr", group.get("lr", 0.0))) for group in named.settings}
     for (key, other, value), names in differing.items():
-        rule = f"optim.rules: [{{match: [{listed(names, 8)}], weight_decay: {other}}}]"
-        remedies = {
-            "lr": f"set optim.lr: {' or '.join(sorted(peaks))}, and the schedule that it had",
-            "decoupled_weight_decay": f"set optim.name: {'adamw' if other == 'true' else 'adam'}",
-            **dict.fromkeys(("dampening", "maximize"), "the next updates differ: no key sets it"),
-            "weight_decay": f"set {_decay_of_all(model, optim, saved) or rule}",
-        }
-        remedy = remedies.get(key, f"set optim.{key}: {other}")
+        remedy = _REMEDIES.get(key, f"set optim.{key}: {other}")
         who = f"for {counted(len(names), 'parameter')} ({listed(names, 4)})"
         yield f"{key} is {other} in the checkpoint, {value} in the config, {who}; {remedy}"
 
 
+_REMEDIES = {
+    "lr": "set optim.lr to the peak, and the schedule that it had",
+    "decoupled_weight_decay": "set optim.name: adamw if it is true, else adam",
+    "weight_decay": "set optim.weight_decay, with optim.decay: all or matrices, or optim.rules",
+    **dict.fromkeys(("dampening", "maximize"), "the next updates differ: no key sets it"),
+}
+
+
 def _shown(value: Any) -> str:
     numbers = [*value] if isinstance(value, tuple | list) else value
-    return f"{numbers:.7g}" if isinstance(numbers, float) else json.dumps(numbers).strip('"')
-
-
-def _decay_of_all(model: nn.Module, optim: Optim, saved: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the keys with which every parameter has the checkpoint's weight decay; None: it needs rules."""
-    decays = {name: float(group.get("weight_decay", 0.0)) for name, group in saved.items()}
-    most = max(decays.values())
-    for decay in ("matrices", "all"):
-        chosen = {"decay": decay, "weight_decay": most}
-        groups = parameter_groups(model.named_parameters(), optim.model_copy(update=chosen))
-        if all(_is_close(decays.get(name, 0.0), group["weight_decay"]) for group in groups for name in group["names"]):
-            others = {key: value for key, value in chosen.items() if value != getattr(optim, key)}
-            return ", ".join(f"optim.{key}: {_shown(value)}" for key, value in others.items())
-    return None
+    return f"{numbers:.7g}" if isinstance(numbers, float) else json.dumps(numbers)
 
 
 def _is_close(value: Any, other: Any) -> bool:

@@ -180,7 +180,6 @@ def _with_model(
 def _by_group(
     shards: _Files, model_file: Path, model: _Contents, values: Sequence[Sequence[Tensor]]
 ) -> dict[str, Tensor]:
-    """Assemble parameters of stages 1 and 2."""
     groups: Sequence[Mapping[str, Sequence[int]]] = model["param_shapes"]
     tensors: dict[str, Tensor] = {}
     for file, of_rank in zip(shards, values, strict=True):
@@ -207,7 +206,6 @@ def _by_group(
 
 
 def _check_places(shards: _Files, group: int, name: str, pieces: Sequence[Tensor], start: int, numel: int) -> None:
-    """Raise ConfigError if a rank's file records another place for its elements of the parameter."""
     shard_start = 0
     for (file, contents), piece in zip(shards.items(), pieces, strict=True):
         first, last = max(start - shard_start, 0), min(start + numel - shard_start, piece.numel())
@@ -227,7 +225,6 @@ def _check_places(shards: _Files, group: int, name: str, pieces: Sequence[Tensor
 def _by_parameter(
     shards: _Files, model_file: Path, model: _Contents, values: Sequence[Sequence[Tensor]]
 ) -> dict[str, Tensor]:
-    """Assemble parameters of stage 3."""
     tensors, start = {}, 0
     for name, shape in ((name, shape) for group in model["param_shapes"] for name, shape in group.items()):
         per_rank = -(-math.prod(shape) // len(shards))
@@ -287,7 +284,6 @@ def _flat(file: Path, key: str, tensor: Tensor) -> Tensor:
 
 
 def _stage_and_ranks(shards: _Files) -> tuple[int, int]:
-    """Return the ZeRO stage, and the number of ranks that share the state: the same in all files."""
     kinds = {}
     for file, contents in shards.items():
         if _EXPERT_GROUPS in contents:
@@ -353,7 +349,6 @@ def is_zero_checkpoint(place: Path) -> bool:
 
 
 def _tag_folder(place: Path) -> Path:
-    """Return the folder that `latest` names, or `place` if it has no such file."""
     latest = place / _LATEST
     if not latest.is_file():
         return place
@@ -376,7 +371,6 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 
 def _rank(file: Path, pattern: re.Pattern[str]) -> int:
-    """Return the rank in the file's name; 0 for the file of all ranks."""
     return int(cast("re.Match[str]", pattern.fullmatch(file.name))["rank"] or 0)
 
 

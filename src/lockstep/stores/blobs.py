@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import ObjectStore
 
-_P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
@@ -86,10 +85,10 @@ def ended_early(offset: int, size: int, wanted: int) -> OSError:
     return OSError(f"it ends at byte {offset + size:,}, {wanted - size:,} bytes too early")
 
 
-def _raising_os_errors(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+def _raising_os_errors(method: Callable[..., _R]) -> Callable[..., _R]:
+    def call(*arguments: Any) -> _R:
         try:
-            return method(*args, **kwargs)
+            return method(*arguments)
         except OSError:
             raise
         except Exception as error:

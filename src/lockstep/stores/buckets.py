@@ -172,7 +172,6 @@ class Bucket:
 
 
 def _open(address: str, retry_seconds: float) -> Any:
-    """Return obstore's store of an address. Raises ConfigError."""
     from obstore.store import from_url
 
     backoff = {"init_backoff": timedelta(seconds=_PAUSE_S), "max_backoff": timedelta(seconds=5), "base": 2}

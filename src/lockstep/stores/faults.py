@@ -53,7 +53,12 @@ def as_os_error(error: Exception, address: str, name: str, seconds: float) -> OS
         return error
     scheme, bucket, _ = parts_of(address)
     text, where, kind = _first_line(error), f"{address}/{name}".rstrip("/"), type(error).__name__
-    status, code, call, endpoint = _status(text), _code(str(error)), *_request(text)
+    status, code, call = (
+        _status(text),
+        _group(r"<Code>(\w+)</Code>", str(error)),
+        _group(r"performing (\w+)", text) or "the request",
+    )
+    endpoint = _group(r"(\w+://[^/]*)", text) or "the server"
     if code in _NO_BUCKET:
         remedy = "create it, or correct the address" + (" or AWS_ENDPOINT_URL" if scheme == "s3" else "")
         return OSError(errno.ENXIO, f"there is no bucket {bucket} at {endpoint}; {remedy}", where)
@@ -75,7 +80,8 @@ def as_os_error(error: Exception, address: str, name: str, seconds: float) -> OS
         return OSError(errno.EIO, "it has fewer bytes than it had when it was written", where)
     if status:
         tried = f" for {seconds:g} s" if status[0] == "5" or status == "429" else ""
-        what = f"{code or status}: {_message(str(error)) or 'is this the right endpoint?'}"
+        message = _shown(_group("<Message>([^<]*)</Message>", str(error))) or "is this the right endpoint?"
+        what = f"{code or status}: {message}"
         return OSError(errno.EIO, f"{call} at {endpoint} failed{tried} ({what})", where)
     if "HTTP error" in text:
         what = "is not reached" if "sending request" in text else "breaks off connections"
@@ -89,25 +95,12 @@ def _first_line(error: Exception) -> str:
 
 
 def _status(text: str) -> str:
-    """Return the status of the reply; empty: there was none."""
-    match = re.search(r"status code: (\d+)", text)
+    return _group(r"status code: (\d+)", text)
+
+
+def _group(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
     return match[1] if match else ""
-
-
-def _request(text: str) -> tuple[str, str]:
-    """Return the method of the request that failed, and the server."""
-    match = re.search(r"Error performing (\w+) (\w+://[^/]*)", text)
-    return (match[1], match[2]) if match else ("the request", "the server")
-
-
-def _code(text: str) -> str:
-    match = re.search(r"<Code>(\w+)</Code>", text)
-    return match[1] if match else ""
-
-
-def _message(text: str) -> str:
-    match = re.search(r"<Message>([^<]*)</Message>", text)
-    return _shown(match[1]) if match else ""
 
 
 def _shown(text: str) -> str:
