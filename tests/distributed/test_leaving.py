@@ -12,8 +12,7 @@ import torch.distributed as dist
 from kit import stand_in
 from kit.worlds import in_world
 
-from lockstep.core.errors import Paused, RunFailed
-from lockstep.core.failing import reports_failures
+from lockstep.core.errors import Paused, RunFailed, reports_failures
 from lockstep.distributed import leaving
 
 ENDS: dict[str, BaseException] = {

@@ -10,9 +10,8 @@ from pathlib import Path
 from lockstep.cli.arguments import Parser, path
 from lockstep.config.init_templates import CONFIG, STARTS, InitTemplate
 from lockstep.core.closest import did_you_mean
-from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError
-from lockstep.core.terminal import echo
+from lockstep.core.terminal import command_line, echo
 
 
 def run(arguments: Sequence[str]) -> int:

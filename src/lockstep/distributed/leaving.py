@@ -19,8 +19,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lockstep.core.errors import CollectiveTimeout, Paused, RunFailed, Stopped, blames_a_peer, message_of
-from lockstep.core.failing import report_failure
+from lockstep.core.errors import (
+    CollectiveTimeout,
+    Paused,
+    RunFailed,
+    Stopped,
+    blames_a_peer,
+    message_of,
+    report_failure,
+)
 
 if TYPE_CHECKING:
     from lockstep.distributed.store_exchange import StoreExchange

@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  
 
 from lockstep.core.errors import PeerFailed, RunFailed, blames_a_peer
 from lockstep.core.failure_kinds import FailureKind
-from lockstep.core.heap import keep_freed_memory
 from lockstep.core.phase_clock import PhaseClock
+from lockstep.core.process_settings import keep_freed_memory
 from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed import user_collectives
 from lockstep.distributed.accelerators import choose_backend, choose_device
