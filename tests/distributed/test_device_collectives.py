@@ -21,9 +21,8 @@ from lockstep.core.records import Tally
 from lockstep.distributed import collectives, host_group, store_exchange
 from lockstep.distributed.collectives import RankGroup, own_group
 from lockstep.distributed.consensus import DeviceConsensus
-from lockstep.distributed.device_check import device_refusal
 from lockstep.distributed.host_group import pickled
-from lockstep.distributed.process_group import joined
+from lockstep.distributed.process_group import device_refusal, joined
 from lockstep.distributed.shard_boxes import full_tensor
 from lockstep.optim.norms import squared_norm
 from lockstep.simulation.groups import WrongDevice

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.config.schema import Optim
-    from lockstep.distributed.row_shards import RowShards
+    from lockstep.distributed.shard_boxes import RowShards
     from lockstep.optim.chunks import Columns
 
 
