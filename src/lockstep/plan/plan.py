@@ -17,9 +17,9 @@ from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.plan.batch import BatchPlan, nearest_even_sizes, plan_batch
 from lockstep.plan.choosing import ONE_RANK, SHARE_OF_STATE, Decision, choose_strategy, format_bytes, state_of
 from lockstep.plan.features import FeatureRequest, check_features
-from lockstep.plan.grouping import Grouping, group_parameters
 from lockstep.plan.mesh import AXES, Mesh, mesh_of
 from lockstep.plan.modules import ModuleParameters, describe_modules, parameters_by_module
+from lockstep.plan.optimizers import Grouping, group_parameters
 from lockstep.plan.placement import Placement, placements, sent_bytes
 from lockstep.plan.refusals import changed_options, refuse_for_partitions, refuse_variable
 from lockstep.plan.schedule import epoch_length, horizon
