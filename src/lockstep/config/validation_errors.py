@@ -26,7 +26,7 @@ from pydantic_core import ErrorDetails
 import lockstep
 from lockstep.config import shape
 from lockstep.config.every import Unit
-from lockstep.config.overrides import PREFIX
+from lockstep.config.layers import PREFIX
 from lockstep.config.reading import Items, Leaf, Node, Table, leaves, resolve
 from lockstep.config.shape import ValueShape
 from lockstep.config.wording import OPEN, expectation, nearest, shown
