@@ -136,7 +136,6 @@ def warmup_num_steps(schedule: Schedule, steps: int | None) -> int:
 
 
 def _wrong_options(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield keys of `parallel` that DeepSpeed's options don't go with, and why."""
     section, compute = config.parallel.deepspeed, config.precision.compute
     stage, offload = section.zero_stage, section.offload_optimizer
     if config.parallel.ddp.find_unused_parameters:
@@ -158,7 +157,6 @@ def _wrong_options(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _differences(config: Config, derived: Derived, path: str, given: Mapping[str, Any]) -> Iterator[_Difference]:
-    """Yield what a section of the DeepSpeed config has that isn't accepted, in the order of the file."""
     values = {**_LEFT_OUT.get(path, {}), **given}
     is_off = path == "fp16" and values["enabled"] is not True
     is_off = is_off and not (values["enabled"] == AUTO and config.precision.compute == "fp16")
@@ -211,9 +209,9 @@ def _in_defaults(config: Config, derived: Derived, scheduler: str, params: Mappi
         if row.value is None or name in params or immaterial or _OF_ONE_SCHEDULER.get(name, scheduler) != scheduler:
             continue
         if not _same(row.value, expected := _ours(config, derived, row)):
-            why = f"not given, so DeepSpeed takes {_text(row.value)}, but {row.ours} is {_text(expected)}"
-            write = f'write `{row.ours}: {_text(row.value)}`, or "auto" here'
-            yield _Difference(row.path, f"{why}; {write}", {row.ours: row.value})
+            key, default = row.ours, _text(row.value)
+            why = f"not given, so DeepSpeed takes {default}, but {key} is {_text(expected)}"
+            yield _Difference(row.path, f'{why}; write `{key}: {default}`, or "auto" here', {key: row.value})
 
 
 def _in_value(
@@ -302,7 +300,6 @@ def _json(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value of Lockstep's config as a YAML file has it."""
     return value if isinstance(value, str) else _json(value)
 
 

@@ -118,7 +118,6 @@ def from_environment(environ: Mapping[str, str], beneath: Table) -> tuple[Table,
 
 @cache
 def _flat_keys(strategies: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
-    """Return the paths of all keys, by what their variables would be with one underscore."""
     return {"_".join(path).upper(): path for path in shape.all_keys() if len(path) > 1 and "NAME" not in path}
 
 

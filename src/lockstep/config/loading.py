@@ -88,7 +88,6 @@ def load(
 
 
 def _of_another_tool(file: Path, tree: Table) -> Problem | None:
-    """Return what to do with a file that has several keys, and none of Lockstep's sections."""
     root = shape.root().section
     assert root is not None
     if len(tree.entries) < 2 or tree.entries.keys() & shape.fields(root).keys():

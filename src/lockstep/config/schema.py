@@ -486,7 +486,6 @@ class Config(Section):
         return self
 
     def _refuse_unknown_metric(self, key: str, name: str) -> None:
-        """Raise ValueError unless SET.METRIC can be a metric of an evaluation set."""
         sets = [evaluation for evaluation in self.data.evaluation if name.startswith(f"{evaluation}.")]
         evaluation = max(sets, key=len, default=name.rpartition(".")[0])
         metric = name.removeprefix(f"{evaluation}.")

@@ -219,7 +219,6 @@ def _printable(text: str) -> str:
 
 
 def _unapproved(loaded: LoadedConfig, writes: bool) -> Iterator[tuple[str, str]]:
-    """Yield the places that may not be acted on, with what they have and why."""
     for run in loaded.runs:
         code = code_in(loaded.config)
         for demand in reaching(loaded.config, run.run):
@@ -232,7 +231,6 @@ def _unapproved(loaded: LoadedConfig, writes: bool) -> Iterator[tuple[str, str]]
 
 
 def _origin(loaded: LoadedConfig, path: Keys) -> str | None:
-    """Return the origin of a value, or of the list or mapping that it is in; None: it has none."""
     keys = (".".join(path[:end]) for end in range(len(path), 0, -1))
     return next((loaded.origins[key] for key in keys if key in loaded.origins), None)
 

@@ -137,7 +137,6 @@ def _timed_pair(world: World, first: int, second: int, size: int) -> TimedPair:
 
 
 def _bandwidth(world: World, sender: int, receiver: int, size: int) -> tuple[float, bool]:
-    """Return the bytes per second from one rank to another, and whether they arrive as they are sent."""
     for bytes_ in (*(each for each in _PAIR_SIZES if each < size), size):
         seconds, is_right = _timed_message(world, sender, receiver, bytes_)
         if seconds > _PAIR_ENOUGH_S or not is_right:

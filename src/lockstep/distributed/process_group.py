@@ -156,7 +156,6 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
 
 @contextmanager
 def _left_at_the_end(world: World) -> Iterator[None]:
-    """Leave the process group at the block's end, however it ends."""
     try:
         yield
     except BaseException as error:
@@ -267,7 +266,6 @@ def _failure_posted(world: World) -> Iterator[None]:
 
 @contextmanager
 def _host_groups() -> Iterator[None]:
-    """Close the groups in which ranks exchange objects when the block has ended."""
     try:
         yield
     finally:
@@ -303,7 +301,6 @@ def _world(environment: RankEnvironment, device: torch.device, backend: str, tim
 
 
 def _clock(device: torch.device) -> PhaseClock:
-    """Return a clock that measures phases where the work is done."""
     if device.type == "cpu":
         return PhaseClock()
     module = torch.get_device_module(device)

@@ -83,7 +83,6 @@ _EMBEDDINGS_AND_HEADS = frozenset(
 
 
 def _settings(parameter: ParameterFacts, optim: Optim) -> tuple[float, float]:
-    """Return lr_scale and weight decay."""
     decays = optim.decay == "all" or len(parameter.shape) >= 2
     weight_decay = optim.weight_decay if decays else 0.0
     for rule in optim.rules:

@@ -273,7 +273,6 @@ def _idle(parallel: Parallel, strategy: Strategy, mesh: Mesh) -> Iterator[str]:
 
 
 def _waits(options: PipelineParallel, mesh: Mesh, batch: BatchPlan) -> float:
-    """Return the share of its time that a rank waits for other stages."""
     if mesh.pipeline == 1:
         return 0.0
     per_rank = stages_of(options.schedule, options.stages_per_rank)
@@ -281,7 +280,6 @@ def _waits(options: PipelineParallel, mesh: Mesh, batch: BatchPlan) -> float:
 
 
 def _bubble(options: PipelineParallel, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
-    """Warn if stages wait for a fifth of the time or more."""
     waits = _waits(options, mesh, batch)
     if waits < _LONG_WAIT:
         return

@@ -118,8 +118,6 @@ class Generator:
 
 
 class _Device(ModuleType):
-    """The module that torch finds as `torch.simulated`."""
-
     def __init__(self) -> None:
         super().__init__(f"torch.{NAME}")
         self.Stream, self.Event = Stream, Event

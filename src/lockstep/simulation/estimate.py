@@ -170,7 +170,6 @@ class Estimator:
         return config.model_copy(update={"parallel": parallel.model_copy(update=moved)})
 
     def _peaks(self, config: Config, updates: int) -> list[Peak]:
-        """Return the peak of the first rank; in a pipeline, of the first rank of each stage."""
         mesh = self.planned(config).mesh
         if mesh.pipeline == 1:
             return [peak_of_rank(config, self.ranks, 0, self.given, updates, self.device_type)]
@@ -231,7 +230,6 @@ def _bytes(peak: Peak) -> int:
 
 
 def _shortened(config: Config, plan: Plan) -> Config:
-    """Return the config with as many updates and micro-batches as show the peak."""
     micro_batches = min(plan.batch.accumulation, max(_MICRO_BATCHES, plan.mesh.pipeline))
     size = min(config.batch.global_size, plan.batch.micro_size * plan.mesh.shares * micro_batches)
     length = {"steps": UPDATES, "samples": None, "tokens": None, "epochs": None}
@@ -246,7 +244,6 @@ def _shortened(config: Config, plan: Plan) -> Config:
 
 
 def _changes(config: Config, plan: Plan) -> Iterator[dict[str, object]]:
-    """Yield changes that save memory, each as values by keys: the cheapest first."""
     size = plan.batch.micro_size
     if size > 1 or plan.batch.accumulation > 1:
         yield from _options_that_save(config, find_strategy(plan.strategy))
@@ -331,7 +328,6 @@ def _candidates(config: Config, ranks: int) -> Iterator[tuple[str, Config]]:
 
 
 def _largest(estimator: Estimator, strategy: str, config: Config, usable: int) -> tuple[Decision, bool]:
-    """Return the strategy with the largest micro-batch that fits, or with the smallest; and whether it fits."""
     peaks: dict[int, int] = {}
 
     def fits(samples: int) -> bool:
@@ -362,6 +358,5 @@ def _largest(estimator: Estimator, strategy: str, config: Config, usable: int) -
 
 
 def _even(share: int, samples: int) -> int:
-    """Return a size of at most N samples with which all micro-batches of a share are about as large."""
     samples = min(samples, share)
     return -(-share // -(-share // samples))

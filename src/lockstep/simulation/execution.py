@@ -151,7 +151,6 @@ class Execution(TorchDispatchMode):
         return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute shapes, and the values of small tensors."""
         key = repeats.key_of(func, args, kwargs)
         repeat = None if key is None else repeats.known(key)
         if repeat is not None:
@@ -213,7 +212,6 @@ class Execution(TorchDispatchMode):
         return shape
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
-        """Give small results their values, and the inputs that an operation changes."""
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
         if all(map(_is_small, (*inputs, *outputs))):
             values, named = pytree.tree_map(self._on_host, (args, kwargs))
