@@ -190,9 +190,9 @@ def _in_section(config: Config, derived: Derived, key: str, value: Any) -> Itera
         return
     mode = config.memory.activation_checkpointing.mode
     if key == "activation_checkpointing" and mode == "none" and not all(map(_is_off, value.values())):
-        ours = "memory.activation_checkpointing.mode"
-        why = "DeepSpeed checkpoints activations only of models that call its functions"
-        yield _Difference(key, f"{why}, and {ours} is none; write `{ours}: full`, or leave it out", {ours: "full"})
+        setting = "memory.activation_checkpointing.mode"
+        why = f"DeepSpeed checkpoints activations only of models that call its functions, and {setting} is none"
+        yield _Difference(key, f"{why}; write `{setting}: full`, or leave it out", {setting: "full"})
     if key == "scheduler" and (kind := value.get("type", AUTO)) not in (AUTO, *_CURVES):
         yield _Difference(f"{key}.type", f"{kind} is not supported; {', '.join(_CURVES)} are")
         return
