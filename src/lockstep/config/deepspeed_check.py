@@ -41,7 +41,7 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
     "zero_optimization.offload_param": {"device": "none"},
     **{key: {"enabled": False} for key in ("fp16", "bf16", "bfloat16")},
 }
-"""What DeepSpeed takes for a key that a section leaves out."""
+"""DeepSpeed's values for keys that a section leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
