@@ -35,7 +35,6 @@ from lockstep.checkpoint.saving import (
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
 from lockstep.checkpoint.write_plan import SavePlanner
 from lockstep.core.errors import RunFailed
-from lockstep.core.process_settings import paused_collection
 
 if TYPE_CHECKING:
     import torch

@@ -31,7 +31,6 @@ from lockstep.checkpoint.storage import checkpoint_name, names_by_step
 from lockstep.checkpoint.write_plan import SavePlanner, WritePlan
 from lockstep.core.deferred_signals import DEFERRAL
 from lockstep.core.errors import RunFailed
-from lockstep.core.process_settings import paused_collection
 from lockstep.core.records import SaveReport
 
 if TYPE_CHECKING:
