@@ -90,7 +90,7 @@ def _save(folder: Path, ranks: int, rank: int, tensors: int, name: str) -> dict[
     import torch
 
     from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
-    from lockstep.core.collection import paused_collection
+    from lockstep.core.process_settings import paused_collection
 
     _join(ranks, rank)
     figures: dict[str, list[float]] = {}

@@ -37,7 +37,28 @@ LLAMA_7B = {
 }  # fmt: skip
 """Touvron et al. 2023, "Llama 2" (arXiv:2307.09288): 6,738,415,616 parameters."""
 
-LAYOUTS = [layout for layout in layouts().values() if not layout.partitions and layout.variant.best_for]
+BEST_FOR = {
+    "single": "one CPU or GPU; the baseline for all others",
+    "ddp": "whatever fits: sends the least, gathers nothing",
+    "fsdp": "what doesn't fit, on fast links; large models in general",
+    "fsdp-grad-op": "parameters fit, moments and gradients don't: saves the second all-gather",
+    "fsdp-hybrid": "many machines: gathers within one, and only reduces between them",
+    "zero1": "parameters and gradients fit, moments don't; existing DeepSpeed configs",
+    "zero2": "as zero1, and gradients don't fit either",
+    "zero3": "as fsdp, for existing DeepSpeed configs, or with offloading to the host",
+}
+"""The last column of the table; variants without a line are left out."""
+MEASURED_AS = {
+    "ddp": "ddp",
+    "fsdp": "fsdp FULL_SHARD",
+    "fsdp-grad-op": "fsdp SHARD_GRAD_OP",
+    "fsdp-hybrid": "fsdp HYBRID_SHARD",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "zero3": "ZeRO-3",
+}
+"""Rows of the benchmark's results."""
+LAYOUTS = [layout for layout in layouts().values() if layout.name in BEST_FOR]
 
 
 def main() -> None:
@@ -76,7 +97,7 @@ def _row(layout: RunLayout, config: Config, parameters: Sequence[ParameterFacts]
     place, sent = _placement(layout, config, parameters), _sent(layout, parameters)
     gathered = _gathered(layout, parameters)
     parts = (place.parameters, place.gradients, place.optimizer, place.total, gathered)
-    return [layout.name, *(f"{size / GIB:.1f}" for size in parts), f"{sent.total / GIB:.1f}", layout.variant.best_for]
+    return [layout.name, *(f"{size / GIB:.1f}" for size in parts), f"{sent.total / GIB:.1f}", BEST_FOR[layout.name]]
 
 
 def _replicas(layout: RunLayout) -> int:
@@ -109,7 +130,7 @@ def _sent(layout: RunLayout, parameters: Sequence[ParameterFacts]) -> Traffic:
 
 
 def _speed(layout: RunLayout, results: Mapping[str, Any]) -> str:
-    row = results["rows"].get(layout.variant.measured_as)
+    row = results["rows"].get(MEASURED_AS.get(layout.name, ""))
     return "-" if row is None else f"{row['own']['median']:.1f}"
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def command() -> NoReturn:
     """Run the verb and end this process with its exit code."""
     _refuse_other_systems()
-    from lockstep.core.closed_streams import open_closed_streams
+    from lockstep.core.process_settings import open_closed_streams
     from lockstep.core.stopping import stop_at_once
 
     open_closed_streams()

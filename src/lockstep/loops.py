@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lockstep.distributed.metric_reduction import reduce as reduce
 from lockstep.distributed.user_collectives import broadcast as broadcast
 from lockstep.distributed.user_collectives import gather as gather
 from lockstep.distributed.user_collectives import print_once as print_once
+from lockstep.distributed.user_collectives import reduce as reduce
 from lockstep.monitor.metric_log import merged_histogram as merged_histogram
 from lockstep.monitor.own_loop import GPUMonitor as GPUMonitor
 from lockstep.monitor.own_loop import ThroughputTracker as ThroughputTracker

@@ -40,7 +40,7 @@ from lockstep.checkpoint.shard_grid import Grid
 from lockstep.checkpoint.snapshot import HostSnapshot
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.write_plan import WritePlan
-from lockstep.core.collection import paused_collection
+from lockstep.core.process_settings import paused_collection
 from lockstep.core.records import TrainingState
 from lockstep.distributed.collectives import group_or_all
 from lockstep.distributed.shard_boxes import Box, FlatShard, local_shards, local_tensor

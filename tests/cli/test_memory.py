@@ -9,7 +9,7 @@ import pytest
 from kit.commands import run_lockstep
 
 from lockstep.cli.main import main
-from lockstep.simulation.memory_modes import ModeMeasurement, table_row
+from lockstep.simulation.planning import ModeMeasurement, table_row
 
 SMALL = ["--model.layers", "4", "--model.width", "32", "--data.train.length", "64", "--batch.global_size", "4"]
 

@@ -15,9 +15,8 @@ from pydantic import BaseModel, ValidationError
 from lockstep.config import schema, shape
 from lockstep.config.data_sections import BadSamples
 from lockstep.config.loading import load
-from lockstep.config.numbers_sections import BadNumbers
 from lockstep.config.shape import Range, ValueShape
-from lockstep.config.training_sections import Watchdog
+from lockstep.config.training_sections import BadNumbers, Watchdog
 from lockstep.config.writing import plain_yaml, to_plain
 
 NASTY = st.sampled_from(

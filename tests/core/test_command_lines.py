@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lockstep
-from lockstep.core.command_lines import command_line
+from lockstep.core.terminal import command_line
 
 SOURCE = Path(lockstep.__file__).parent
 ODD = "it's my run's; $(touch x) `y` \"z\" #1 ä"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kit.worlds import served
 
-from lockstep.core import cache_files, drafts
+from lockstep.core import cache_files
 from lockstep.core.errors import ConfigError
 from lockstep.data.tokens import cached_folder
 
@@ -130,7 +130,7 @@ def test_another_users_cache_is_read_and_one_that_cant_be_written_is_named(numbe
 )
 def test_a_disk_that_is_full_or_fails_is_reported_and_nothing_is_left(number, message, folder, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(drafts, "flush", _fail(number))
+        patch.setattr(cache_files, "flush", _fail(number))
         with pytest.raises(ConfigError, match=message):
             cached("key")
     assert names(folder) == []
@@ -152,7 +152,7 @@ def test_a_killed_writer_has_ended_though_its_parent_does_not_know_it_yet():
     if process == 0:
         os._exit(0)
     os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
-    assert not drafts._is_running(process)
+    assert not cache_files._is_running(process)
     os.waitpid(process, 0)
-    assert not drafts._is_running(process)
-    assert drafts._is_running(os.getpid())
+    assert not cache_files._is_running(process)
+    assert cache_files._is_running(os.getpid())

@@ -13,7 +13,7 @@ from kit import small
 from kit.worlds import in_world
 
 from lockstep.core.records import Request
-from lockstep.distributed import agreement
+from lockstep.distributed import consensus
 from lockstep.distributed import consensus as votes
 from lockstep.distributed.collectives import LocalGroup, RankGroup
 
@@ -73,11 +73,11 @@ def test_one_rank_among_any_number_is_noticed(ranks: int, on_device: bool) -> No
 
     def slots(number: float) -> torch.Tensor:
         if on_device:
-            return agreement.slots_on_device(torch.tensor(number, dtype=torch.float64))
-        return torch.tensor(agreement.slots_of(number), dtype=torch.float64)
+            return consensus.slots_on_device(torch.tensor(number, dtype=torch.float64))
+        return torch.tensor(consensus.slots_of(number), dtype=torch.float64)
 
     def agrees(most: float, one: float) -> bool:
-        return agreement.agree(((ranks - 1) * slots(most) + slots(one)).tolist(), ranks)
+        return consensus.agree(((ranks - 1) * slots(most) + slots(one)).tolist(), ranks)
 
     for number in NUMBERS:
         for near in (0.0, 1e-12, 1e-5, -1e-5, 1.9e-5):

@@ -21,9 +21,8 @@ from lockstep.core.records import Tally
 from lockstep.distributed import collectives, host_group, store_exchange
 from lockstep.distributed.collectives import RankGroup, own_group
 from lockstep.distributed.consensus import DeviceConsensus
-from lockstep.distributed.device_check import device_refusal
 from lockstep.distributed.host_group import pickled
-from lockstep.distributed.process_group import joined
+from lockstep.distributed.process_group import device_refusal, joined
 from lockstep.distributed.shard_boxes import full_tensor
 from lockstep.optim.norms import squared_norm
 from lockstep.simulation.groups import WrongDevice
@@ -48,7 +47,7 @@ def test_a_tensor_on_the_cpu_is_reduced_on_the_device_and_comes_back() -> None:
         axis.concatenate(number, parts)
         assert parts.tolist() == [12.0] * 4
         rows = torch.ones(4, 1, 2)
-        assert axis.exchange(rows, [1, 1, 1, 1]).device.type == "cpu"
+        assert axis.start_all_to_all(rows.view(-1), [2] * 4, [2] * 4)().device.type == "simulated"
         assert collectives.maximum(number, dist.group.WORLD).item() == 12  # type: ignore[arg-type]
         names = [collective.name for collective in rank.collectives]
         assert names == ["all_reduce", "broadcast", "all_gather", "all_to_all", "all_reduce"]

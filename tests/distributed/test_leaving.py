@@ -12,9 +12,8 @@ import torch.distributed as dist
 from kit import stand_in
 from kit.worlds import in_world
 
-from lockstep.core.errors import Paused, RunFailed
-from lockstep.core.failing import reports_failures
-from lockstep.distributed import leaving
+from lockstep.core.errors import Paused, RunFailed, reports_failures
+from lockstep.distributed import process_group
 
 ENDS: dict[str, BaseException] = {
     "an error": ValueError("boom"),
@@ -77,7 +76,7 @@ def test_ranks_that_end_together_abort_nothing(end: str) -> None:
 
 def _abort_hangs() -> tuple[list[str], float, list[str]]:
     """The abort of the backend never returns."""
-    leaving._ABORT_LIMIT = 0.5
+    process_group._ABORT_LIMIT = 0.5
     stand_in.StandIn.abort = lambda self: time.sleep(60.0)  # type: ignore[method-assign]
     order: list[str] = []
     messages: list[str] = []

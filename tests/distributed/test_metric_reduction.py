@@ -11,7 +11,7 @@ import torch.distributed as dist
 from kit.worlds import in_world
 
 import lockstep
-from lockstep.distributed.metric_reduction import reduce
+from lockstep.distributed.user_collectives import reduce
 
 
 def several(calls: list[list[dict[str, Any]]]) -> list[Any]:

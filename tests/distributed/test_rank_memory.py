@@ -116,7 +116,7 @@ def test_the_kernel_s_kills_are_counted(tmp_path: Path, groups: str, file: str, 
 _PATH = {"PYTHONPATH": os.pathsep.join(sys.path)}
 _SCRIPT = """
 import resource, sys, torch
-from lockstep.core.heap import keep_freed_memory
+from lockstep.core.process_settings import keep_freed_memory
 torch.set_num_threads(1)
 print(keep_freed_memory() if sys.argv[1] == "keep" else None)
 

@@ -16,8 +16,7 @@ from kit.worlds import free_port, in_world
 
 from lockstep.config.schema import Launch
 from lockstep.core.errors import CollectiveTimeout, RunFailed
-from lockstep.distributed.process_group import joined
-from lockstep.distributed.timeouts import collective_timeout
+from lockstep.distributed.process_group import collective_timeout, joined
 
 _MESSAGE = "another rank did not answer within 1 s (launch.timeout), while rank 0 waited in a collective. "
 

@@ -28,7 +28,7 @@ from training.test_features import ASKS, _layers, _ranks, asked
 from kit import families
 from kit.layouts import LAYOUTS
 from kit.simulated import Simulated, simulated
-from lockstep.config.model_sections import TransformerModel
+from lockstep.config.schema import TransformerModel
 from lockstep.data.prepare import prepare
 from lockstep.models.transformer import Transformer
 from lockstep.plan.features import FEATURES, cell

@@ -13,7 +13,7 @@ import pytest
 from kit.worlds import in_process
 
 from lockstep.core.phase_clock import PhaseClock
-from lockstep.core.run_queue import waited_for_core
+from lockstep.core.processes import waited_for_core
 from lockstep.distributed.notice_board import NoticeBoard
 from lockstep.monitor import rank_meters as meter_files
 from lockstep.monitor.host_gauges import CounterRates, host_gauges

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lockstep.distributed.collectives import RankGroup
-from lockstep.distributed.row_shards import RowShards
+from lockstep.distributed.shard_boxes import RowShards
 from lockstep.optim import fused, stepping, whole_matrices
 from lockstep.optim.groups import parameter_groups
 from lockstep.optim.optimizers import build_optimizer

@@ -5,7 +5,7 @@ import pytest
 from lockstep.config.schema import Optim, ParameterRule
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import ParameterFacts
-from lockstep.plan.grouping import group_parameters, is_hidden_matrix
+from lockstep.plan.optimizers import group_parameters, is_hidden_matrix
 
 
 def facts(name, *shape, trainable=True):

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from kit.commands import run_lockstep
 
+from lockstep.config import trust
 from lockstep.config.loading import load, validate
 from lockstep.config.writing import hidden_in, to_public
-from lockstep.core import secrets, user_state
+from lockstep.core import secrets
 
 # A value for each; none may be found in what a run leaves behind.
 VARIABLES = {
@@ -120,39 +121,40 @@ def test_no_secret_is_left_behind_and_the_run_resumes(config: Path, monkeypatch:
 
 def test_what_is_remembered_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    assert user_state.remember("runs", "a", {"x": 1})
+    trust._remember("a", {"x": 1})
     file = tmp_path / "state" / "lockstep" / "runs" / "a.json"
     assert [oct(path.stat().st_mode & 0o777) for path in (file, file.parent, file.parent.parent)] == [
         "0o600", "0o700", "0o700",
     ]  # fmt: skip
-    assert user_state.recall("runs", "a") == {"x": 1}
+    assert trust._recall("a") == {"x": 1}
     for path, mode in ((file, 0o620), (file.parent, 0o702)):
         before = path.stat().st_mode
         path.chmod(mode)
-        assert user_state.recall("runs", "a") is None, "another user could have written it"
+        assert trust._recall("a") == {}, "another user could have written it"
         path.chmod(before)
     file.write_text("[" * 100_000)
-    assert user_state.recall("runs", "a") is None
+    assert trust._recall("a") == {}
     file.unlink()
     file.symlink_to("/dev/zero")
-    assert user_state.recall("runs", "a") is None
+    assert trust._recall("a") == {}
 
 
 def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(user_state, "_MOST_FILES", 5)
+    monkeypatch.setattr(trust, "_MOST_RUNS", 5)
     for number in range(9):
-        assert user_state.remember("runs", str(number), {})
+        trust._remember(str(number), {"x": number})
     assert len(list((tmp_path / "lockstep" / "runs").iterdir())) == 5
-    assert user_state.recall("runs", "8") == {}
-    assert not user_state.remember("runs", "large", {"x": "x" * 10**6})
+    assert trust._recall("8") == {"x": 8}
+    trust._remember("large", {"x": "x" * 10**6})
+    assert trust._recall("large") == {}
 
 
 def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    assert not user_state.remember("runs", "a", {})
-    assert user_state.recall("runs", "a") is None
+    trust._remember("a", {"x": 1})
+    assert trust._recall("a") == {}
 
 
 @pytest.mark.parametrize(

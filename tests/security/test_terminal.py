@@ -125,7 +125,6 @@ def test_what_is_drawn_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ALLOWED = {
-    "config/reference.py", "plan/features.py",  # write pages of the documentation
     "distributed/user_collectives.py",  # print_once prints for its caller
     "core/json_output.py",  # JSON, where every such sign is escaped
     "__main__.py",  # a constant sentence, before anything is imported

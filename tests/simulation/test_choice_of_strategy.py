@@ -15,8 +15,7 @@ from lockstep.launch.ends import end_of_exception
 from lockstep.plan.choosing import USABLE, Decision
 from lockstep.plan.plan import Machine, make_plan
 from lockstep.simulation.answering import answer
-from lockstep.simulation.choosing import decide
-from lockstep.simulation.estimate import under
+from lockstep.simulation.estimate import decide, under
 from lockstep.strategies.registry import find_variant
 from lockstep.training import deciding
 from lockstep.training.components import Purpose

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache, partialmethod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,9 @@ from training.test_same_run import config
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import DataFacts, ParameterFacts
-from lockstep.plan.features import FEATURES, cell, table
+from lockstep.plan.features import FEATURES, cell
 from lockstep.plan.plan import make_plan
 
-PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
 SEEN_ELSEWHERE = {
     "export": "test_checkpoint_pairs exports what each strategy has saved",
     "compile": "below, on a smaller model",
@@ -275,12 +273,3 @@ def _compiled(configs: list[dict[str, Any]], backend: str) -> tuple[list[Traject
 def test_every_feature_is_asked_for_here() -> None:
     for feature in FEATURES:
         assert feature.name in ASKS or feature.name in SEEN_ELSEWHERE or feature.key == "optim.name", feature.name
-
-
-def test_the_tables_have_every_strategy_once() -> None:
-    columns = [name for line in table().splitlines() if line.startswith("|  |") for name in line.split(" | ")[1:]]
-    assert sorted(column.removesuffix(" |") for column in columns) == sorted(VARIANTS)
-
-
-def test_the_page_has_the_table() -> None:
-    assert table() in PAGE.read_text(encoding="utf-8"), f"docs/strategies.md should have\n{table()}"

@@ -21,8 +21,8 @@ from lockstep.checkpoint.inventory import WHOLE, Inventories, Inventory, MeshSha
 from lockstep.checkpoint.manifest import ELEMENT_BYTES
 from lockstep.checkpoint.shard_grid import FLAT, Grid, box_grid, flat_grid, mesh_grid
 from lockstep.checkpoint.snapshot import Snapshot, snapshot_of
-from lockstep.core.collection import paused_collection
 from lockstep.core.errors import RunFailed
+from lockstep.core.process_settings import paused_collection
 from lockstep.distributed.shard_boxes import ShardLike, TensorInfo, local_shards
 
 if TYPE_CHECKING:

@@ -42,7 +42,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _tree() -> argparse.ArgumentParser:
-    """Return one parser for all verbs."""
     from lockstep.cli.main import VERBS
 
     root = argparse.ArgumentParser("lockstep")
@@ -80,8 +79,6 @@ class _Built(Exception):
 
 
 def _built(run: Callable[[Sequence[str]], int]) -> Parser:
-    """Return the parser that a verb builds, by catching it when it parses."""
-
     def caught(parser: Parser, *_: object) -> NoReturn:
         raise _Built(parser)
 

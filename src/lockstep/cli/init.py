@@ -10,9 +10,8 @@ from pathlib import Path
 from lockstep.cli.arguments import Parser, path
 from lockstep.config.init_templates import CONFIG, STARTS, InitTemplate
 from lockstep.core.closest import did_you_mean
-from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError
-from lockstep.core.terminal import echo
+from lockstep.core.terminal import command_line, echo
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -93,7 +92,6 @@ def _ask_kind() -> str:
 
 
 def _ask(question: str, usual: str | None) -> str | None:
-    """Return the answer, or None if there is nothing to ask."""
     if usual is None:
         return None
     try:
@@ -103,7 +101,6 @@ def _ask(question: str, usual: str | None) -> str | None:
 
 
 def _write(folder: Path, texts: dict[str, str]) -> None:
-    """Write all files or, if one exists already, none."""
     there = [str(folder / name) for name in texts if (folder / name).exists()]
     if there:
         named = f"{' and '.join(there)} {'exist' if len(there) > 1 else 'exists'}"

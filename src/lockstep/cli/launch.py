@@ -20,11 +20,10 @@ from lockstep.cli.launch_command import OF_JOBS, VERBS, job_command
 from lockstep.cli.launch_jobs import find_job, submit_job
 from lockstep.cli.section_flags import add_section, section_of
 from lockstep.core.closest import closest_match
-from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.jobs import HostOptions, LaunchedJob, LaunchPlan, SweepOptions
 from lockstep.core.stopping import undo_on_stop, write_stderr
-from lockstep.core.terminal import echo
+from lockstep.core.terminal import command_line, echo
 from lockstep.launchers.registry import find_launcher, introduction, summaries
 
 if TYPE_CHECKING:

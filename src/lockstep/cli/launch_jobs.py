@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Failure
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
 from lockstep.core.jobs import JOB_FILES, JobCommand, LaunchedJob, LaunchPlan
+from lockstep.core.terminal import command_line
 from lockstep.launchers.tools import write_files
 
 if TYPE_CHECKING:

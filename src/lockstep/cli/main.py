@@ -166,7 +166,6 @@ _VERBS_OF_OTHER_TOOLS = {
 
 
 def _error_text(failure: Failure) -> str:
-    """Return the message, with a line for each of several problems."""
     problems = failure.problems if isinstance(failure, ConfigError) else ()
     if len(problems) > 1:
         return f"{len(problems)} problems in the config\n" + "\n".join(f"  {problem}" for problem in problems)
@@ -174,7 +173,6 @@ def _error_text(failure: Failure) -> str:
 
 
 def _print_error(text: str) -> None:
-    """Print to stderr, if it is open."""
     with suppress(OSError):
         echo(f"lockstep: {text}", file=sys.stderr)
     _flush(sys.stderr)

@@ -57,7 +57,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
 
 
 def _measure_modes(args: argparse.Namespace, loaded: LoadedConfig, _: str) -> int:
-    from lockstep.simulation.memory_modes import measure_modes
+    from lockstep.simulation.planning import measure_modes
     from lockstep.training.user_objects import refuse_given
 
     refuse_given(loaded)

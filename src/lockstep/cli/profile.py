@@ -19,11 +19,10 @@ from lockstep.cli.arguments import (
     whole,
 )
 from lockstep.core.closest import did_you_mean
-from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, RunFailed, named_ranks
 from lockstep.core.json_output import emit
 from lockstep.core.near_runs import did_you_mean_run
-from lockstep.core.terminal import echo
+from lockstep.core.terminal import command_line, echo
 
 if TYPE_CHECKING:
     from lockstep.profiling.traces import Trace

@@ -84,7 +84,6 @@ def validated(section: type[BaseModel], values: Mapping[str, object], given: Map
 
 
 def _reason(at: ValueShape, kind: str, message: str) -> str:
-    """Return what is wrong with a value, as the end of a sentence."""
     valid = expectation(replace(at, nullable=False))
     if kind == "value_error" or valid == "a value":
         return f"is refused: {message.removeprefix('Value error, ')}"
@@ -102,7 +101,6 @@ def _metavar(at: ValueShape) -> str | None:
 
 
 def _converted(text: str, at: ValueShape) -> object:
-    """Return a number where one is valid; the section refuses what isn't."""
     for number in [int] * (at.whole is not None) + [float] * (at.real is not None):
         try:
             return number(text)

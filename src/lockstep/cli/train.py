@@ -21,9 +21,9 @@ from lockstep.cli.arguments import (
 from lockstep.config.init_templates import CONFIG
 from lockstep.config.override import Override
 from lockstep.core.errors import ConfigError
-from lockstep.core.heap import keep_freed_memory
 from lockstep.core.json_output import emit
 from lockstep.core.near_runs import peer_checkpoint
+from lockstep.core.process_settings import keep_freed_memory
 from lockstep.stores.addresses import is_address
 
 if TYPE_CHECKING:

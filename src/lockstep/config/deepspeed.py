@@ -134,7 +134,6 @@ def check_plan(config: Config, plan: Plan) -> list[str]:
 
 
 def _shared(section: DeepSpeed, trainable: int) -> dict[str, Any]:
-    """Return the keys of both configs, with those that are passed to DeepSpeed."""
     given, _ = read_deepspeed(section)
     zero: dict[str, Any] = {"stage": section.zero_stage, "reduce_bucket_size": max(1, min(_BUCKET, trainable))}
     zero |= _passed(given.get("zero_optimization") or {}, "zero_optimization")
@@ -163,7 +162,6 @@ def _group_elements(section: DeepSpeed) -> int:
 
 
 def _passed(given: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """Return the section's keys that are passed to DeepSpeed; `auto` leaves its default."""
     return {key: given[key] for key in keys_of(section, ["pass"]) if given.get(key, AUTO) != AUTO}
 
 

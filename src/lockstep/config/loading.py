@@ -6,7 +6,7 @@
     LOCKSTEP_SECTION__KEY=value
     --section.key value             highest
 
-Later layers win key by key: see `merging`. One ConfigError reports all problems at once.
+Later layers win key by key: see `layers`. One ConfigError reports all problems at once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from lockstep.config import shape
-from lockstep.config.merging import merge
+from lockstep.config.layers import from_environment, from_flags, merge
 from lockstep.config.override import Override
-from lockstep.config.overrides import from_environment, from_flags
 from lockstep.config.reading import Items, Leaf, Node, Table, from_python, read_file, to_python
 from lockstep.config.schema import Config
 from lockstep.config.shape import ValueShape
@@ -89,7 +88,6 @@ def load(
 
 
 def _of_another_tool(file: Path, tree: Table) -> Problem | None:
-    """Return what to do with a file that has several keys, and none of Lockstep's sections."""
     root = shape.root().section
     assert root is not None
     if len(tree.entries) < 2 or tree.entries.keys() & shape.fields(root).keys():

@@ -240,8 +240,6 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Reader:
-    """Converts PyYAML's nodes to this module's, and collects problems."""
-
     def __init__(self, name: str, lines: bool = True) -> None:
         self.problems: list[Problem] = []
         self._name = name
@@ -339,7 +337,6 @@ _ADVICE = (
 
 
 def _syntax(error: yaml.MarkedYAMLError, name: str, text: str) -> Problem:
-    """Return PyYAML's error as advice, at the place of the mistake."""
     reason = f"{error.context or ''} {error.problem or ''}"
     if error.problem in (_TOO_DEEP, _TOO_MANY) and error.problem_mark is not None:
         return Problem(_place(name, error.problem_mark), "", error.problem)

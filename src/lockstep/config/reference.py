@@ -1,7 +1,4 @@
-"""Generates the reference page and the JSON Schema from the config's schema.
-
-    python -m lockstep.config.reference              docs/config.md
-    python -m lockstep.config.reference --schema     docs/config.schema.json
+"""Generates the JSON Schema from the config's schema.
 
 Descriptions are the docstrings below the attributes. They are parsed from the source here, and not at import
 (pydantic's `use_attribute_docstrings`), where they would cost every command 30 ms.
@@ -11,20 +8,15 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import sys
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 
 from lockstep.config import schema, shape
-from lockstep.config.every import Every
 from lockstep.config.shape import ValueShape
-from lockstep.config.wording import expectation, yaml_like
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -81,68 +73,3 @@ def _all_sections(at: ValueShape) -> list[type[BaseModel]]:
     inner = [entry for section in sections for entry in shape.fields(section).values()]
     inner += [item for item in (at.items, at.values) if item]
     return sections + [section for entry in inner for section in _all_sections(entry)]
-
-
-# --- docs/config.md ------------------------------------------------------------------------------------------------
-
-_HEAD = Path(__file__).with_suffix(".md")
-
-
-def markdown() -> str:
-    """Return the reference page."""
-    config = schema.Config
-    top = [(key, entry) for key, entry in shape.fields(config).items() if not entry.sections()]
-    parts = [_HEAD.read_text(encoding="utf-8"), f"## The whole config\n\n{_rows(config, [key for key, _ in top])}"]
-    for key, entry in shape.fields(config).items():
-        if entry.sections():
-            parts.append(_section(key, entry, 2))
-    return "\n".join(parts)
-
-
-def _section(path: str, at: ValueShape, level: int) -> str:
-    """Return a heading and a table, for each kind if there are several; then the sections inside."""
-    if at.kinds:
-        kinds = [_body(path, at.kinds[kind], f"`{path}.kind: {kind}`", level + 1) for kind in at.kinds]
-        return f"{'#' * level} `{path}`\n\nIts `kind` determines its keys.\n\n" + "\n".join(kinds)
-    assert at.section
-    return _body(path, at.section, f"`{path}`", level)
-
-
-def _body(path: str, section: type[BaseModel], title: str, level: int) -> str:
-    inner = shape.fields(section)
-    plain = [key for key in inner if key != "kind" or len(inner[key].choices) > 1]
-    plain = [key for key in plain if not inner[key].sections()]
-    about = f"{'#' * level} {title}\n\n{inspect.getdoc(section)}\n"
-    parts = [about + (f"\n{_rows(section, plain)}" if plain else "")]
-    parts += [_section(f"{path}.{key}", entry, level + 1) for key, entry in inner.items() if entry.sections()]
-    items = {f"{path}.{key}[]": entry.items for key, entry in inner.items() if entry.items and entry.items.sections()}
-    return "\n".join([*parts, *(_section(key, at, level + 1) for key, at in items.items())])
-
-
-def _rows(section: type[BaseModel], keys: list[str]) -> str:
-    lines = ["| key | holds | default | |", "| --- | --- | --- | --- |"]
-    for key in keys:
-        text = " ".join(description(section, key).split())
-        at = shape.fields(section)[key]
-        kinds = at.values.kinds if at.values else {}
-        valid = f"a mapping of names to one of the kinds {', '.join(kinds)}" if kinds else expectation(at)
-        cells = (f"`{key}`", valid, _default(section, key), text)
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _default(section: type[BaseModel], key: str) -> str:
-    default = section.model_fields[key].default
-    if default is PydanticUndefined:
-        return "required"
-    return f"`{default if isinstance(default, Every) else yaml_like(default)}`"
-
-
-def main(arguments: list[str]) -> int:
-    """Print the page, or with --schema the JSON Schema."""
-    print(f"{json.dumps(json_schema(), indent=2)}\n" if arguments == ["--schema"] else markdown(), end="")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

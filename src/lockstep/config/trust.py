@@ -8,8 +8,8 @@
 the words of a fixed list name nothing outside.
 
     RUN/config.yaml, RUN/environment.json     written when a run starts, without secrets; other users can forge them
-    the user's state folder, runs/ID.json     written with them: the config's hash, the locations of the code that it
-                                              names, and the values that were hidden
+    $XDG_STATE_HOME/lockstep/runs/ID.json     written with them, for this user alone (by default in ~/.local/state): the
+                                              config's hash, where the code is that it names, and hidden values
 
 A run whose id and config agree with this record was started by this user. Any other run is foreign.
 """
@@ -20,7 +20,10 @@ import hashlib
 import json
 import os
 import re
+import stat
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +32,6 @@ from lockstep.config.reading import Table, to_python
 from lockstep.config.schema import Config
 from lockstep.config.shape import ANYTHING, ValueShape, fields
 from lockstep.config.writing import hidden_in, plain_yaml, to_plain, to_public
-from lockstep.core import user_state
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.extensions import locate
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
@@ -201,7 +203,7 @@ def approved(loaded: LoadedConfig, *, trusted: bool, writes: bool = False) -> Co
     if reasons := [] if trusted else list(_unapproved(loaded, writes)):
         shown = "".join(f"\n  {place}: {_printable(demand)}" for place, demand in reasons)
         runs = ", ".join(dict.fromkeys(_printable(run.name) for run in loaded.runs))
-        problem = user_state.problem()
+        problem = _why_forgetful()
         run = (
             f"of a run that isn't known as yours ({problem})" if problem else "of a run that you have not started here"
         )
@@ -217,7 +219,6 @@ def _printable(text: str) -> str:
 
 
 def _unapproved(loaded: LoadedConfig, writes: bool) -> Iterator[tuple[str, str]]:
-    """Yield the places that may not be acted on, with what they have and why."""
     for run in loaded.runs:
         code = code_in(loaded.config)
         for demand in reaching(loaded.config, run.run):
@@ -230,7 +231,6 @@ def _unapproved(loaded: LoadedConfig, writes: bool) -> Iterator[tuple[str, str]]
 
 
 def _origin(loaded: LoadedConfig, path: Keys) -> str | None:
-    """Return the origin of a value, or of the list or mapping that it is in; None: it has none."""
     keys = (".".join(path[:end]) for end in range(len(path), 0, -1))
     return next((loaded.origins[key] for key in keys if key in loaded.origins), None)
 
@@ -285,7 +285,6 @@ def _unknown(path: Keys) -> Problem:
 
 _WRITTEN_WITH_IT = (ENVIRONMENT, "metrics.jsonl", "events.jsonl", "summary.json")
 _LOCK = "run.lock"
-_KIND = "runs"
 _ID = re.compile(r"[0-9a-f]{32}")
 _MOST_CONFIGS = 4  # per run: resuming it under other overrides makes another
 
@@ -362,13 +361,13 @@ def recorded(config: Config, run_id: str) -> str:
     code = {target: locate(target) for target in code_in(config).values()}
     kept = {**others, digest: {"code": code, "hidden": [[list(path), value] for path, value in hidden_in(config)]}}
     if kept != configs:  # else a run that resumes is known already
-        user_state.remember(_KIND, run_id, {"configs": dict(list(kept.items())[-_MOST_CONFIGS:])})
+        _remember(run_id, {"configs": dict(list(kept.items())[-_MOST_CONFIGS:])})
     return plain_yaml(public)
 
 
 def unremembered(config: Config, run: Path) -> list[str]:
     """Return the note that this start won't be known later, if the run will need that."""
-    problem = user_state.problem()
+    problem = _why_forgetful()
     if problem is None or not (hidden_in(config) or any(reaching(config, run))):
         return []
     return [f"{problem}; nobody can know later that you have started this run, so resume its folder with --trust-run"]
@@ -383,7 +382,7 @@ def known_as(run_id: str, values: object) -> KnownRun | None:
 
 
 def _configs_of(run_id: str) -> dict[str, Any]:
-    configs = (user_state.recall(_KIND, run_id) or {}).get("configs")
+    configs = _recall(run_id).get("configs")
     return configs if isinstance(configs, dict) else {}
 
 
@@ -398,3 +397,92 @@ def id_of_run(run: Path) -> str | None:
 
 def _digest(values: object) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+_MOST_RUNS = 1000
+_MAX_RECORD_BYTES = 256 * 1024
+
+
+def _remember(run_id: str, record: Mapping[str, Any]) -> None:
+    """Store the record of a run, as far as that is possible, and forget the oldest of too many."""
+    text = json.dumps(record)
+    with suppress(OSError):
+        folder = _known_runs() if len(text) <= _MAX_RECORD_BYTES else None
+        if folder is None:
+            return
+        _write_privately(folder / f"{run_id}.json", text)
+        with os.scandir(folder) as entries:
+            files = sorted((entry.stat(follow_symlinks=False).st_mtime, entry.path) for entry in entries)
+        for _, path in files[:-_MOST_RUNS]:
+            with suppress(OSError):
+                os.unlink(path)
+
+
+def _recall(run_id: str) -> dict[str, Any]:
+    """Return the record of a run; empty if there is none, or if other users could have written it."""
+    try:
+        folder = _known_runs(make=False)
+        if folder is None:
+            return {}
+        handle = os.open(folder / f"{run_id}.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(handle, encoding="utf-8") as file:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode) or not _is_private(status) or status.st_size > _MAX_RECORD_BYTES:
+                return {}
+            record = json.loads(file.read(_MAX_RECORD_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _why_forgetful() -> str | None:
+    """Return why runs can't be remembered here; None if they can."""
+    try:
+        folder = _known_runs()
+    except OSError as error:
+        return f"{error.filename} can't be written: {error.strerror}"
+    if folder is None:
+        return f"{_state_root() or 'HOME'} isn't a folder of this user's alone"
+    return None if os.access(folder, os.W_OK) else f"{folder} can't be written"
+
+
+def _known_runs(*, make: bool = True) -> Path | None:
+    """Return the folder of the records; None if another user owns it, or can write it."""
+    root = _state_root()
+    if root is None:
+        return None
+    folder = root / "lockstep" / "runs"
+    for path in (folder.parent, folder):
+        if make:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+        if not _is_private(path.lstat()) or not path.is_dir():
+            return None
+    return folder
+
+
+def _state_root() -> Path | None:
+    root = os.environ.get("XDG_STATE_HOME", "")
+    if os.path.isabs(root):  # the specification ignores a relative one
+        return Path(root)
+    try:
+        return Path.home() / ".local" / "state"
+    except RuntimeError:
+        return None
+
+
+def _is_private(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def _write_privately(path: Path, text: str) -> None:
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".new-")  # 0600, under a random name
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(partial)
+        raise

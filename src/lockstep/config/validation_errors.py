@@ -26,7 +26,7 @@ from pydantic_core import ErrorDetails
 import lockstep
 from lockstep.config import shape
 from lockstep.config.every import Unit
-from lockstep.config.overrides import PREFIX
+from lockstep.config.layers import PREFIX
 from lockstep.config.reading import Items, Leaf, Node, Table, leaves, resolve
 from lockstep.config.shape import ValueShape
 from lockstep.config.wording import OPEN, expectation, nearest, shown
@@ -111,7 +111,6 @@ def _unknown(path: Path, tree: Table) -> list[Problem]:
 
 
 def _refused(path: Path, node: Node, at: ValueShape, tree: Table) -> str:
-    """Return why the value is invalid, and which one is valid."""
     if isinstance(node, Leaf) and node.value == OPEN:
         return f"is left to decide; write {expectation(at)}"
     if at.kinds and path[-1] == "kind" and isinstance(node, Leaf):
@@ -133,7 +132,6 @@ def _refused(path: Path, node: Node, at: ValueShape, tree: Table) -> str:
 
 
 def _inside(key: str, node: Node, at: ValueShape) -> str:
-    """Return the key for which a value is valid that was written for its section, or the section's keys."""
     if not isinstance(node, Leaf) or len(at.sections()) != 1:
         return ""
     text = node.text or node.value
@@ -163,7 +161,6 @@ _NUMBERS = {
 
 
 def _as_text(key: str, node: Node) -> str:
-    """Return what to write for a text where a section or a list is valid."""
     if not isinstance(node, Leaf) or not isinstance(node.value, str):
         return ""
     if key == "parallel.fsdp.wrap" and node.value[:1].isupper():
@@ -208,7 +205,6 @@ _SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "fa
 
 
 def _meant(key: str, node: Node) -> str:
-    """Return the value of a key that is meant by another word, or by a duration with its unit."""
     if not isinstance(node, Leaf) or not isinstance(node.value, str):
         return ""
     if word := _WORDS.get(key, {}).get(node.value.lower()):
@@ -240,7 +236,6 @@ def _hint(node: Node, at: ValueShape) -> str:
 
 
 def _in_list(text: str, at: ValueShape) -> str:
-    """Return a value as a list of this shape."""
     item = _in_list(text, at.items) if at.items is not None and at.items.items is not None else text
     return f"[{', '.join([item] * (at.length or 1))}]"
 
@@ -304,7 +299,6 @@ def _other_tools() -> Any:
 
 
 def _suggested_key(path: tuple[str, ...], siblings: Sequence[str], node: Node, tree: Table) -> str:
-    """Return a sentence about an unknown key."""
     if hint := _flag_of_others(path, node) or _interval(path, siblings, node) or _in_section(path, siblings):
         return hint
     if hint := _other_tools().key_hint(path, node, tree) or _elsewhere(path):
@@ -321,7 +315,6 @@ def _suggested_key(path: tuple[str, ...], siblings: Sequence[str], node: Node, t
 
 
 def _suggested_value(text: str, choices: Sequence[str]) -> str:
-    """Return "; did you mean X?" or an empty text."""
     near = closest_match(text, choices)
     return f"; did you mean {near}?" if near else ""
 
@@ -348,7 +341,6 @@ _FLAGS = {
 
 
 def _interval(path: tuple[str, ...], siblings: Sequence[str], node: Node) -> str | None:
-    """Return the right key for `steps: 5` next to `every`."""
     if path[-1] not in get_args(Unit) or "every" not in siblings:
         return None
     value = node.text or node.value if isinstance(node, Leaf) else "N"
@@ -370,12 +362,10 @@ def _in_section(path: tuple[str, ...], siblings: Sequence[str]) -> str | None:
 
 
 def _begins(key: str, word: str) -> bool:
-    """Return whether a word of four letters or more is the beginning of a key, as `async` is."""
     return len(word) > 3 and key.startswith(word)
 
 
 def _elsewhere(path: tuple[str, ...]) -> str | None:
-    """Return where the same word is a key: here, for another kind; or in other sections."""
     places = [key for key in dict.fromkeys(shape.all_keys()) if key[-1] == path[-1]]
     for key in places:
         if len(key) == len(path) and all(name in ("NAME", word) for name, word in zip(key, path, strict=True)):

@@ -43,7 +43,6 @@ def expectation(at: ValueShape) -> str:
 
 
 def _plural(item: ValueShape) -> str:
-    """Return what the items of a list are."""
     if item.items:
         return f"lists of {item.length or ''} {_plural(item.items)}".replace("  ", " ")
     if item.whole:

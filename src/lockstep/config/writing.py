@@ -8,7 +8,7 @@ Text is quoted wherever `reading` (YAML 1.2) would read another type.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, cast
 
@@ -26,33 +26,28 @@ def to_plain(config: Config) -> dict[str, Any]:
 
 def to_public(config: Config) -> dict[str, Any]:
     """Return the same as `to_plain` without secrets, for a run's folder and its checkpoints."""
-    return cast("dict[str, Any]", _public(to_plain(config), ()))
+    return cast("dict[str, Any]", _public(to_plain(config), (), []))
 
 
 def hidden_in(config: Config) -> list[tuple[tuple[str, ...], str]]:
     """Return path and value of each text that `to_public` hides, whole or in part."""
-    return list(_hidden(to_plain(config), ()))
+    hidden: list[tuple[tuple[str, ...], str]] = []
+    _public(to_plain(config), (), hidden)
+    return hidden
 
 
-def _hidden(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    for key, item in _members(value):
-        yield from _hidden(item, (*path, key))
-    if isinstance(value, str) and _shown(value, path) != value:
-        yield path, value
-
-
-def _public(value: Any, path: tuple[str, ...]) -> Any:
+def _public(value: Any, path: tuple[str, ...], hidden: list[tuple[tuple[str, ...], str]]) -> Any:
+    """Return a value without secrets; add path and value of each text with one to `hidden`."""
     if isinstance(value, dict):
-        return {key: _public(item, (*path, str(key))) for key, item in value.items()}
+        return {key: _public(item, (*path, str(key)), hidden) for key, item in value.items()}
     if isinstance(value, list):
-        return [_public(item, (*path, key)) for key, item in _members(value)]
-    return _shown(value, path) if isinstance(value, str) else value
-
-
-def _members(value: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(value, dict):
-        return ((str(key), item) for key, item in value.items())
-    return ((str(number), item) for number, item in enumerate(value)) if isinstance(value, list) else ()
+        return [_public(item, (*path, str(number)), hidden) for number, item in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+    shown = _shown(value, path)
+    if shown != value:
+        hidden.append((path, value))
+    return shown
 
 
 @lru_cache(maxsize=1024)  # a run writes its config again and again, and each text takes a dozen searches

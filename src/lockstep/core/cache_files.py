@@ -1,20 +1,25 @@
-"""The folder of what can be made or downloaded again, and locks by which one process makes it while others wait.
+"""The folder of what can be made or downloaded again, locks by which one process makes it, and drafts.
 
 $LOCKSTEP_CACHE/KIND/...     by default ~/.cache/lockstep (or $XDG_CACHE_HOME/lockstep)
+NAME@HOST@PID.part           a draft of NAME: renamed when complete; the next process that writes NAME deletes it if its
+                             writer has ended. Where there are no locks, each process writes its own, and one is kept.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
+import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lockstep.core.files import forget, is_same_file
+from lockstep.core.files import changed, flush, forget, is_same_file
 from lockstep.core.terminal import echo
 
 CACHE = "LOCKSTEP_CACHE"
@@ -22,6 +27,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EBADF, errno.ENOSYS)
 _POLL_S = 0.1
 _SHOWN_S = 10.0
+_ABANDONED_S = 3600.0
 
 
 def cache_folder(kind: str) -> Path:
@@ -53,7 +59,7 @@ def locked(path: Path, work: str, *, stays: bool = True) -> Iterator[Callable[[s
 
     def show(text: str) -> None:
         nonlocal shown_at
-        if prints() and time.monotonic() - shown_at > _SHOWN_S:
+        if os.environ.get("LOCAL_RANK", "0") == "0" and time.monotonic() - shown_at > _SHOWN_S:
             shown_at = time.monotonic()
             echo(f"lockstep: {work}: {text}", file=sys.stderr, flush=True)
 
@@ -102,6 +108,65 @@ def _try_lock(handle: int) -> bool:
     return True
 
 
-def prints() -> bool:
-    """Return whether this process reports to the user what several processes of a host do."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+# --- drafts ---------------------------------------------------------------------------------------------------------
+
+
+def draft_of(path: Path) -> Path:
+    """Return the name of this process's draft of a file or folder."""
+    return path.with_name(f"{path.name}@{socket.gethostname()}@{os.getpid()}.part")
+
+
+@contextmanager
+def whole_folder(entry: Path) -> Iterator[Path]:
+    """Yield a draft of a folder to write to; then it has its name, unless another process was first. Raises OSError."""
+    remove_abandoned(entry)
+    draft = draft_of(entry)
+    draft.mkdir()
+    try:
+        yield draft
+        for path in (*draft.iterdir(), draft):
+            flush(path)
+        try:
+            draft.rename(entry)
+        except OSError:
+            if not entry.is_dir():  # on a file system without locks, another process may be first
+                raise
+        flush(entry.parent)
+    finally:
+        remove(draft)
+
+
+def remove_abandoned(path: Path) -> None:
+    """Delete the drafts of a file or folder whose writers have ended, as far as that is possible."""
+    for draft in path.parent.glob(f"{glob.escape(path.name)}@*.part"):
+        if _is_abandoned(draft):
+            remove(draft)
+
+
+def remove(draft: Path) -> None:
+    """Delete a draft, if it is there, as far as that is possible."""
+    if draft.is_dir():
+        shutil.rmtree(draft, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            draft.unlink()
+
+
+def _is_abandoned(draft: Path) -> bool:
+    """Return whether a draft's writer has ended; one on another machine, if nothing was written for a while."""
+    _, host, number = draft.stem.rsplit("@", 2)
+    if host == socket.gethostname() and number.isdecimal():
+        return int(number) == os.getpid() or not _is_running(int(number))
+    written = changed(*draft.iterdir()) if draft.is_dir() else changed(draft)
+    return 0 < written < time.time() - _ABANDONED_S
+
+
+def _is_running(process: int) -> bool:
+    import psutil
+
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE  # killed, and its parent doesn't know it yet
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return True

@@ -21,8 +21,6 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """The folder and the file names of a version of control groups."""
-
     folder: str
     limit: str
     usage: str
@@ -125,7 +123,6 @@ def _groups(root: Path) -> Iterator[tuple[_Version, Path]]:
 
 
 def _lines(file: Path) -> list[str]:
-    """Return a file's lines; none if it doesn't exist, as outside of Linux."""
     try:
         return file.read_text().splitlines()
     except OSError:
@@ -133,7 +130,6 @@ def _lines(file: Path) -> list[str]:
 
 
 def _number(file: Path) -> int | None:
-    """Return a file's number; None if the file is missing or has `max`."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

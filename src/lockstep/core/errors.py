@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -224,3 +225,24 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__
+
+
+_reporters: list[Callable[[BaseException], None]] = []
+"""The functions of the runs that this process is in. Process-wide: who reports and who fails don't know each other."""
+
+
+@contextmanager
+def reports_failures(report: Callable[[BaseException], None]) -> Iterator[None]:
+    """Have `report_failure` call `report` while the block runs."""
+    _reporters.append(report)
+    try:
+        yield
+    finally:
+        _reporters.remove(report)
+
+
+def report_failure(error: BaseException) -> bool:
+    """Report an exception before connections to other ranks are closed, which may hang; return whether it was."""
+    for report in _reporters:
+        report(error)
+    return bool(_reporters)

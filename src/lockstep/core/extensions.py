@@ -264,7 +264,6 @@ def _importable_from(folder: Path) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    """Return the error's type, its message, and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"

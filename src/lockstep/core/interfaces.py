@@ -8,7 +8,6 @@ By default gloo binds to the address that the hostname resolves to: 127.0.1.1 on
 
 from __future__ import annotations
 
-import ctypes
 import ipaddress
 import socket
 from collections.abc import Iterator
@@ -17,22 +16,6 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 _ANY_PORT = 9  # discard: a datagram socket is connected, and nothing is sent
-
-
-class _SocketAddress(ctypes.Structure):
-    _fields_ = (("family", ctypes.c_ushort), ("data", ctypes.c_ubyte * 26))
-
-
-class _InterfaceAddress(ctypes.Structure):
-    """`struct ifaddrs` of getifaddrs(3), without its last fields."""
-
-
-_InterfaceAddress._fields_ = (
-    ("next", ctypes.POINTER(_InterfaceAddress)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.POINTER(_SocketAddress)),
-)
 
 
 def is_loopback(address: str) -> bool:
@@ -91,20 +74,9 @@ def outside_addresses() -> list[str]:
 
 
 def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
-    libc = ctypes.CDLL(None, use_errno=True)
-    head = ctypes.POINTER(_InterfaceAddress)()
-    if libc.getifaddrs(ctypes.byref(head)) != 0:
-        return
-    try:
-        item = head
-        while item:
-            entry = item.contents
-            if entry.address:
-                data = bytes(entry.address.contents.data)  # after the family: port 2, then IPv4 4; IPv6: flow 4, 16
-                if entry.address.contents.family == socket.AF_INET:
-                    yield entry.name.decode(), ipaddress.IPv4Address(data[2:6])
-                elif entry.address.contents.family == socket.AF_INET6:
-                    yield entry.name.decode(), ipaddress.IPv6Address(data[6:22])
-            item = entry.next
-    finally:
-        libc.freeifaddrs(head)
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.family in (socket.AF_INET, socket.AF_INET6):
+                yield name, ipaddress.ip_address(each.address.partition("%")[0])

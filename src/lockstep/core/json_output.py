@@ -53,7 +53,6 @@ def json_only(wanted: bool) -> Iterator[None]:
 
 
 def _finite(value: Any) -> Any:
-    """Return `value` with NaN and infinity replaced by null: JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

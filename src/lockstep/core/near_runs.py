@@ -12,8 +12,8 @@ from itertools import islice
 from pathlib import Path
 
 from lockstep.core.closest import closest_match
-from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError
+from lockstep.core.terminal import command_line
 
 _FILES = ("config.yaml", "run.lock")
 _RUNS = Path("runs")

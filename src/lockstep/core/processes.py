@@ -35,6 +35,17 @@ def identity(process: int) -> tuple[str, int, str]:
     return machine(), process, started(process)
 
 
+def waited_for_core(tasks: Path = Path("/proc/self/task")) -> float | None:
+    """Return the seconds in which this process's main thread was ready, but had no core; None if unknown.
+
+    `schedstat` has nanoseconds on a core and in the queue for one (Documentation/scheduler/sched-stats.rst).
+    """
+    try:
+        return int((tasks / str(os.getpid()) / "schedstat").read_text().split()[1]) * 1e-9
+    except (OSError, ValueError, LookupError):
+        return None
+
+
 def _field(process: int, number: int) -> str:
     """Return a field of /proc/PROCESS/stat, counted from behind the process's name; empty if there is none."""
     try:

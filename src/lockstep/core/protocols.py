@@ -230,14 +230,6 @@ class Axis(Control, Protocol):
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start `sum` in the background; return a function that waits for the result."""
 
-    def exchange(self, rows: Tensor, numbers: Sequence[int]) -> Tensor:
-        """Send rows to every rank; return those for this rank [sum of numbers, width], in the order of ranks.
-
-        Args:
-            rows: [ranks, number, width], contiguous: this rank's rows, first those for the first rank.
-            numbers: How many rows each rank sends to this one.
-        """
-
     def start_all_to_all(self, sent: Tensor, given: Sequence[int], taken: Sequence[int]) -> Callable[[], Tensor]:
         """Start sending a part of `sent` to every rank; return a function that waits for this rank's own.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,12 @@ def shortened(value: object) -> str:
 def echo(*texts: object, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
     """Print like `print`, with control characters escaped. Raises what writing raises."""
     print(*(plain(str(text)) for text in texts), file=file or sys.stdout, end=end, flush=flush)
+
+
+def command_line(*words: str | os.PathLike[str]) -> str:
+    """Return the words as a line for a shell, each quoted if need be; a path is never taken for a flag."""
+    texts = [(os.fspath(word), isinstance(word, os.PathLike)) for word in words]
+    return shlex.join(f"./{text}" if is_path and text.startswith("-") else text for text, is_path in texts)
 
 
 @contextmanager

@@ -22,8 +22,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.core.cache_files import DISK_FULL, locked
-from lockstep.core.drafts import draft_of, remove, remove_abandoned
+from lockstep.core.cache_files import DISK_FULL, draft_of, locked, remove, remove_abandoned
 from lockstep.core.errors import ConfigError
 from lockstep.core.files import flush, naming
 from lockstep.core.local_paths import local_path

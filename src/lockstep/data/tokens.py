@@ -30,8 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.config.schema import Tokens
-from lockstep.core.cache_files import cache_folder, cache_remedy, locked
-from lockstep.core.drafts import whole_folder
+from lockstep.core.cache_files import cache_folder, cache_remedy, locked, whole_folder
 from lockstep.core.errors import ConfigError
 from lockstep.core.files import MAX_JSON_BYTES, naming, read_bounded, write_atomically
 from lockstep.core.formatting import size as size_text

@@ -165,7 +165,6 @@ class CollectiveMeter:
         return wait
 
     def _marked(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that marks its time."""
         clock = self._clock
 
         @wraps(original)
@@ -193,7 +192,6 @@ def _waits() -> Iterator[tuple[Any, str]]:
 
 
 def _size(value: Any) -> int:
-    """Return the bytes of a tensor, or of tensors in lists of lists."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     return sum(map(_size, value)) if isinstance(value, list | tuple) else 0

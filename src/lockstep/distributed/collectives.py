@@ -1,11 +1,11 @@
 """The only raw collectives. An axis of one rank has none: it returns its arguments, so callers need no branch.
 
-    tensors, on the accelerator     nccl     sum  start_sum  exchange  start_all_to_all  ...      core `Axis`
+    tensors, on the accelerator     nccl     sum  start_sum  start_all_to_all  concatenate  ... core `Axis`
     objects, on the host            gloo     gather  broadcast                                     core `Control`
     waits that may take hours       store    barrier
 
-    LocalGroup  sum(x) = x        gather(v) = [v]           broadcast(v) = v     exchange(x) = x_0
-    RankGroup   sum(x) = sum_r x  gather(v) = [v_0, v_1..]  broadcast(v) = v_0   exchange(x) = each rank's for this rank
+    LocalGroup  sum(x) = x        gather(v) = [v]           broadcast(v) = v
+    RankGroup   sum(x) = sum_r x  gather(v) = [v_0, v_1..]  broadcast(v) = v_0
 
 A tensor is reduced on the device of the group's backend, wherever it is: nccl takes none of the CPU, and ranks that
 chose the backend by the tensor would wait for each other. Objects never wait for an accelerator: see `host_group`.
@@ -44,9 +44,6 @@ class LocalGroup:
 
     def start_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: tensor
-
-    def exchange(self, rows: Tensor, numbers: Sequence[int]) -> Tensor:
-        return rows[0]
 
     def start_all_to_all(self, sent: Tensor, given: Sequence[int], taken: Sequence[int]) -> Callable[[], Tensor]:
         return lambda: sent
@@ -111,13 +108,6 @@ class RankGroup:
             return tensor if moved is tensor else tensor.copy_(moved)
 
         return finish
-
-    def exchange(self, rows: Tensor, numbers: Sequence[int]) -> Tensor:
-        width, moved = rows.shape[2], self._moved(rows)
-        received = moved.new_empty(sum(numbers), width)
-        given, taken = [rows.shape[1] * width] * self.size, [number * width for number in numbers]
-        dist.all_to_all_single(received.view(-1), moved.reshape(-1), taken, given, group=self._group)
-        return received.to(rows.device)
 
     def start_all_to_all(self, sent: Tensor, given: Sequence[int], taken: Sequence[int]) -> Callable[[], Tensor]:
         size, dtype, moved = sent.itemsize, sent.dtype, self._moved(sent).view(torch.uint8)  # no backend lacks bytes

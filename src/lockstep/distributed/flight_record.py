@@ -39,7 +39,6 @@ def flight_record() -> tuple[list[str], bool, bytes]:
 
 
 def _groups() -> dict[str, dict[str, str]]:
-    """Return the groups of this rank by name, as the record has them."""
     return {
         name: {"name": name, "desc": group.group_desc, "ranks": str(dist.get_process_group_ranks(group))}
         for group, name in list(dist.distributed_c10d._world.pg_names.items())

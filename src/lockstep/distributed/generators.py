@@ -15,9 +15,8 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -29,16 +28,6 @@ from lockstep.core.keys import key
 Generator = torch.Generator | np.random.Generator | random.Random
 PREFIX = "generators."  # of the names of states, which each rank has its own of
 _TEXT_BYTES = 16_384  # the size of a state as text, whose number of digits varies; all states fit
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """The functions that get and set the state of a kind of generator, draw 62 bits, and seed it."""
-
-    get: Callable[[Any], Tensor]
-    put: Callable[[Any, Tensor], object]
-    draw: Callable[[Any], int]
-    seed: Callable[[Any, int], object]
 
 
 _registered: dict[str, Generator] = {}  # process-wide: user code registers before there is a session, and once
@@ -54,7 +43,9 @@ def register_generator(name: str, generator: Generator) -> None:
     Raises:
         TypeError: It is none of torch.Generator, numpy.random.Generator, random.Random.
     """
-    _kind(generator)
+    if not any(isinstance(generator, kind) for kind in get_args(Generator)):
+        kinds = "a torch.Generator, a numpy.random.Generator and a random.Random can"
+        raise TypeError(f"a {type(generator).__name__} can't be registered; {kinds}")
     _registered[name] = generator
     _restore_if_waiting(name)
 
@@ -66,7 +57,7 @@ def registered() -> list[str]:
 
 def states(rank: int) -> dict[str, Tensor]:
     """Return copies of the states: `generators.RANK.NAME` -> uint8 [bytes]."""
-    return {f"{PREFIX}{rank}.{name}": _kind(generator).get(generator) for name, generator in _registered.items()}
+    return {f"{PREFIX}{rank}.{name}": _get(generator) for name, generator in _registered.items()}
 
 
 def restore(saved: Mapping[str, Tensor], rank: int) -> None:
@@ -86,25 +77,25 @@ def put(states: Mapping[str, Tensor], rank: int) -> None:
     """Set generators to what `states` returned."""
     for name, generator in _registered.items():
         if (state := states.get(f"{PREFIX}{rank}.{name}")) is not None:
-            _kind(generator).put(generator, state)
+            _put(generator, state)
 
 
 def on_host() -> dict[str, Tensor]:
     """Return copies of the states of generators that a data worker can use: those of an accelerator are left out."""
-    return {name: _kind(generator).get(generator) for name, generator in _of_host()} if _registered else {}
+    return {name: _get(generator) for name, generator in _of_host()} if _registered else {}
 
 
 def put_on_host(states: Mapping[str, Tensor]) -> None:
     """Set generators to what `on_host` returned."""
     for name, generator in _of_host() if states else ():
         if name in states:
-            _kind(generator).put(generator, states[name])
+            _put(generator, states[name])
 
 
 def seed_on_host(seed: int) -> None:
     """Seed the generators of `on_host`, each by its name."""
     for name, generator in _of_host() if _registered else ():
-        _kind(generator).seed(generator, key(seed, "generator", name))
+        _seed(generator, key(seed, "generator", name))
 
 
 def _of_host() -> list[tuple[str, Generator]]:
@@ -127,8 +118,7 @@ def replayed_draws(device: torch.device) -> Iterator[Callable[[], bool]]:
         (np.random.get_state, np.random.set_state),
     ]
     for generator in _registered.values():
-        kind = _kind(generator)
-        accessors.append((partial(kind.get, generator), partial(kind.put, generator)))
+        accessors.append((partial(_get, generator), partial(_put, generator)))
     if device.type != "cpu":
         module = torch.get_device_module(device)
         accessors.append((partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)))
@@ -151,21 +141,12 @@ def _restore_if_waiting(name: str) -> None:
         return
     by_rank, rank = _waiting.pop(name)
     generator = _registered[name]
-    kind = _kind(generator)
     try:
-        kind.put(generator, by_rank.get(rank, by_rank[min(by_rank)]))
+        _put(generator, by_rank.get(rank, by_rank[min(by_rank)]))
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise RunFailed(f"the saved state of generator {name!r} is of another kind of generator: {error}") from error
     if rank not in by_rank:
-        kind.seed(generator, key(kind.draw(generator), "rank", rank))
-
-
-def _kind(generator: Generator) -> _Kind:
-    for known, kind in _KINDS.items():
-        if isinstance(generator, known):
-            return kind
-    kinds = "a torch.Generator, a numpy.random.Generator and a random.Random can"
-    raise TypeError(f"a {type(generator).__name__} can't be registered; {kinds}")
+        _seed(generator, key(_draw(generator), "rank", rank))
 
 
 # --- the three kinds ----------------------------------------------------------------------------------------------
@@ -189,40 +170,33 @@ def _read(state: Tensor) -> Any:
     return json.loads(state.numpy().tobytes(), object_hook=array)
 
 
-def _draw_torch(generator: torch.Generator) -> int:
-    return int(torch.randint(2**62, (), generator=generator, device=generator.device))
+def _get(generator: Generator) -> Tensor:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().clone()
+    return _text(generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state)
 
 
-def _put_numpy(generator: np.random.Generator, state: Tensor) -> None:
-    generator.bit_generator.state = _read(state)
+def _put(generator: Generator, state: Tensor) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        version, internal, gauss = _read(state)
+        generator.setstate((version, tuple(internal), gauss))
+    else:
+        generator.bit_generator.state = _read(state)
 
 
-def _seed_numpy(generator: np.random.Generator, seed: int) -> None:
-    generator.bit_generator.state = type(generator.bit_generator)(seed).state
+def _draw(generator: Generator) -> int:
+    """Draw 62 bits."""
+    if isinstance(generator, torch.Generator):
+        return int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    return generator.getrandbits(62) if isinstance(generator, random.Random) else int(generator.integers(2**62))
 
 
-def _put_python(generator: random.Random, state: Tensor) -> None:
-    version, internal, gauss = _read(state)
-    generator.setstate((version, tuple(internal), gauss))
-
-
-_KINDS: Mapping[type, _Kind] = {
-    torch.Generator: _Kind(
-        lambda generator: generator.get_state().clone(),
-        torch.Generator.set_state,
-        _draw_torch,
-        lambda generator, seed: generator.manual_seed(seed >> 1),
-    ),
-    np.random.Generator: _Kind(
-        lambda generator: _text(generator.bit_generator.state),
-        _put_numpy,
-        lambda generator: int(generator.integers(2**62)),
-        _seed_numpy,
-    ),
-    random.Random: _Kind(
-        lambda generator: _text(generator.getstate()),
-        _put_python,
-        lambda generator: generator.getrandbits(62),
-        random.Random.seed,
-    ),
-}
+def _seed(generator: Generator, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed >> 1)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    else:
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state

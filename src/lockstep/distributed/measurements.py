@@ -4,8 +4,7 @@
     algorithm bandwidth = S / t
     bus bandwidth       = S / t x factor, which doesn't depend on the number of ranks
 
-Definitions and factors are those of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md; for gather and
-scatter, src/gather.cu and src/scatter.cu).
+Definitions and factors are those of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -13,12 +12,14 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from lockstep.core.collective_names import bus_factor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,19 +84,6 @@ class TimedPair:
         return min(self.there, self.back)
 
 
-@dataclass(frozen=True)
-class _Operation:
-    """An operation of this rank: `prepare` returns its call, and a check of what the call has left.
-
-    Attributes:
-        factor: Bus bandwidth over algorithm bandwidth, for the number of ranks.
-    """
-
-    name: str
-    factor: Callable[[int], float]
-    prepare: Callable[[World, int], tuple[Callable[[], None], Callable[[], bool]]]
-
-
 def timed_collectives(world: World, sizes: Iterable[int]) -> Iterator[TimedCollective]:
     """Yield each operation with each size, in bytes, up to one that is slow. All ranks together; all yield the same.
 
@@ -114,16 +102,18 @@ def timed_collectives(world: World, sizes: Iterable[int]) -> Iterator[TimedColle
                 break
 
 
-def _timed_collective(world: World, operation: _Operation, elements: int) -> TimedCollective:
+def _timed_collective(world: World, operation: str, elements: int) -> TimedCollective:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames two, and 2.11 lacks the new names
-        call, is_right = operation.prepare(world, elements)
+        call, received, expected = _OPERATIONS[operation](world, elements)
         call()
-        right = is_right()
+        right = torch.equal(received, expected)
         seconds = _median(world, call)
     answers: list[Any] = world.axis.gather((seconds, right))
     slowest, all_right = max(answer[0] for answer in answers), all(answer[1] for answer in answers)
-    return TimedCollective(operation.name, 4 * elements, slowest, operation.factor(world.size), all_right)
+    return TimedCollective(
+        operation, 4 * elements, slowest, bus_factor(operation.replace("-", "_"), world.size), all_right
+    )
 
 
 def timed_pairs(world: World, pairs: Sequence[tuple[int, int]], size: int) -> list[TimedPair]:
@@ -147,7 +137,6 @@ def _timed_pair(world: World, first: int, second: int, size: int) -> TimedPair:
 
 
 def _bandwidth(world: World, sender: int, receiver: int, size: int) -> tuple[float, bool]:
-    """Return the bytes per second from one rank to another, and whether they arrive as they are sent."""
     for bytes_ in (*(each for each in _PAIR_SIZES if each < size), size):
         seconds, is_right = _timed_message(world, sender, receiver, bytes_)
         if seconds > _PAIR_ENOUGH_S or not is_right:
@@ -179,7 +168,7 @@ def _timed_message(world: World, sender: int, receiver: int, size: int) -> tuple
     return answers[sender][0], answers[receiver][1]
 
 
-def _median(world: World, call: Callable[[], None]) -> float:
+def _median(world: World, call: Callable[[], object]) -> float:
     """Return the median of the seconds of some calls; all ranks make as many."""
     times = [_seconds(call, world.device) for _ in range(_LEAST_CALLS)]
     slowest = max(map(float, world.axis.gather(statistics.median(times))))  # type: ignore[arg-type]
@@ -201,62 +190,44 @@ def _values(world: World, rank: int, elements: int) -> Tensor:
     return (torch.arange(elements, device=world.device) + 31 * rank).remainder(_PATTERN).to(torch.float32)
 
 
-def _all_reduce(world: World, elements: int) -> tuple[Callable[[], None], Callable[[], bool]]:
-    mine = _values(world, world.rank, elements)
-    buffer = mine.clone()
-    expected = torch.stack([_values(world, rank, elements) for rank in range(world.size)]).sum(0)
-    return lambda: _discard(dist.all_reduce(buffer)), lambda: torch.equal(buffer, expected)
+# --- operations: each returns its call, the tensor that the first call fills, and what belongs there -----------------
+
+Operation = tuple[Callable[[], object], "Tensor", "Tensor"]
 
 
-def _broadcast(world: World, elements: int) -> tuple[Callable[[], None], Callable[[], bool]]:
+def _all_reduce(world: World, elements: int) -> Operation:
     buffer = _values(world, world.rank, elements)
-    return lambda: _discard(dist.broadcast(buffer, 0)), lambda: torch.equal(buffer, _values(world, 0, elements))
+    total = torch.stack([_values(world, rank, elements) for rank in range(world.size)]).sum(0)
+    return lambda: dist.all_reduce(buffer), buffer, total
 
 
-def _gather(world: World, elements: int) -> tuple[Callable[[], None], Callable[[], bool]]:
-    part = elements // world.size
-    mine = _values(world, world.rank, part)
-    parts = [torch.empty_like(mine) for _ in range(world.size)] if world.rank == 0 else None
-
-    def is_right() -> bool:
-        return all(torch.equal(got, _values(world, rank, part)) for rank, got in enumerate(parts or ()))
-
-    return lambda: _discard(dist.gather(mine, parts, 0)), is_right
+def _broadcast(world: World, elements: int) -> Operation:
+    buffer = _values(world, world.rank, elements)
+    return lambda: dist.broadcast(buffer, 0), buffer, _values(world, 0, elements)
 
 
-def _scatter(world: World, elements: int) -> tuple[Callable[[], None], Callable[[], bool]]:
-    part = elements // world.size
-    buffer = torch.empty(part, device=world.device)
-    parts = [_values(world, rank, part) for rank in range(world.size)] if world.rank == 0 else None
-    return (
-        lambda: _discard(dist.scatter(buffer, parts, 0)),
-        lambda: torch.equal(buffer, _values(world, world.rank, part)),
-    )
-
-
-def _all_gather(world: World, elements: int) -> tuple[Callable[[], None], Callable[[], bool]]:
+def _all_gather(world: World, elements: int) -> Operation:
     part = elements // world.size
     mine, whole = _values(world, world.rank, part), torch.empty(elements, device=world.device)
     expected = torch.cat([_values(world, rank, part) for rank in range(world.size)])
-    return lambda: _discard(dist.all_gather_into_tensor(whole, mine)), lambda: torch.equal(whole, expected)
+    return lambda: dist.all_gather_into_tensor(whole, mine), whole, expected
 
 
-def _reduce_scatter(world: World, elements: int) -> tuple[Callable[[], None], Callable[[], bool]]:
+def _reduce_scatter(world: World, elements: int) -> Operation:
     mine = _values(world, world.rank, elements)
     part = torch.empty(elements // world.size, device=world.device)
     total = torch.stack([_values(world, rank, elements) for rank in range(world.size)]).sum(0)
-    expected = total.chunk(world.size)[world.rank]
-    return lambda: _discard(dist.reduce_scatter_tensor(part, mine)), lambda: torch.equal(part, expected)
+    return lambda: dist.reduce_scatter_tensor(part, mine), part, total.chunk(world.size)[world.rank]
 
 
-def _all_to_all(world: World, elements: int) -> tuple[Callable[[], None], Callable[[], bool]]:
+def _all_to_all(world: World, elements: int) -> Operation:
     mine = _values(world, world.rank, elements)
     received = torch.empty_like(mine)
     expected = torch.cat([_values(world, rank, elements).chunk(world.size)[world.rank] for rank in range(world.size)])
-    return lambda: _discard(dist.all_to_all_single(received, mine)), lambda: torch.equal(received, expected)
+    return lambda: dist.all_to_all_single(received, mine), received, expected
 
 
-def _send_receive(world: World, elements: int) -> tuple[Callable[[], None], Callable[[], bool]]:
+def _send_receive(world: World, elements: int) -> Operation:
     """Pass a buffer around the ring of ranks."""
     mine = _values(world, world.rank, elements)
     received = torch.empty_like(mine)
@@ -267,24 +238,14 @@ def _send_receive(world: World, elements: int) -> tuple[Callable[[], None], Call
         for work in dist.batch_isend_irecv([sends, receives]):
             work.wait()
 
-    return call, lambda: torch.equal(received, _values(world, before, elements))
+    return call, received, _values(world, before, elements)
 
 
-def _discard(result: object) -> None:
-    """Ignore what a collective returns."""
-
-
-def _part_of_others(ranks: int) -> float:
-    return (ranks - 1) / ranks
-
-
-_OPERATIONS = (
-    _Operation("all-reduce", lambda ranks: 2 * (ranks - 1) / ranks, _all_reduce),
-    _Operation("broadcast", lambda ranks: 1.0, _broadcast),
-    _Operation("gather", _part_of_others, _gather),
-    _Operation("scatter", _part_of_others, _scatter),
-    _Operation("all-gather", _part_of_others, _all_gather),
-    _Operation("reduce-scatter", _part_of_others, _reduce_scatter),
-    _Operation("all-to-all", _part_of_others, _all_to_all),
-    _Operation("send/recv", lambda ranks: 1.0, _send_receive),
-)
+_OPERATIONS: Mapping[str, Callable[[World, int], Operation]] = {
+    "all-reduce": _all_reduce,
+    "broadcast": _broadcast,
+    "all-gather": _all_gather,
+    "reduce-scatter": _reduce_scatter,
+    "all-to-all": _all_to_all,
+    "send/recv": _send_receive,
+}

@@ -107,7 +107,6 @@ def _accelerator_memory(device: torch.device) -> int:
 
 
 def _allowed_fraction(device: torch.device) -> float:
-    """Return the part of a device's memory that torch may allocate in this process."""
     fraction: Any = getattr(torch.get_device_module(device), "get_per_process_memory_fraction", None)
     return 1.0 if fraction is None else float(min(1.0, fraction(device)))
 

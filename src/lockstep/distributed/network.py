@@ -48,7 +48,7 @@ _OTHERS_S = 30.0  # for ranks of other machines to post the address to which the
 
 @contextmanager
 def own_interface() -> Iterator[None]:
-    """Unset what `use_interface` and `ask_store_once` have set when the block has ended."""
+    """Unset what `use_interface` has set when the block has ended."""
     before = {name: os.environ.get(name) for name in (GLOO_INTERFACE, NCCL_INTERFACE, _ALL_AT_ONCE)}
     try:
         yield
@@ -58,13 +58,9 @@ def own_interface() -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-def ask_store_once() -> None:
-    """Have gloo ask the store once for the addresses of all ranks, unless the user has decided about that."""
-    os.environ.setdefault(_ALL_AT_ONCE, "1")
-
-
 def use_interface(environment: RankEnvironment, store: Store) -> None:
     """Have gloo and NCCL use the right interface from now on, unless one is set. All ranks together."""
+    os.environ.setdefault(_ALL_AT_ONCE, "1")
     if environment.one_machine:
         loopback = next((name for name in interface_names() if name in ("lo", "lo0")), None)
         if loopback is not None:
@@ -76,8 +72,8 @@ def use_interface(environment: RankEnvironment, store: Store) -> None:
             os.environ.setdefault(variable, interface)
         chosen = os.environ[GLOO_INTERFACE]
         if chosen != interface:
-            store.set(f"{_OTHER}{environment.rank}", f"{socket.gethostname()} uses {_addressed(chosen)} "
-                      f"({GLOO_INTERFACE}), and reaches the others by {_addressed(interface)}")  # fmt: skip
+            uses = f"{socket.gethostname()} uses {_addressed(chosen)} ({GLOO_INTERFACE})"
+            store.set(f"{_OTHER}{environment.rank}", f"{uses}, and reaches the others by {_addressed(interface)}")
 
 
 def other_interfaces(environment: RankEnvironment, store: Store) -> list[str]:

@@ -1,17 +1,27 @@
 """Joining the other ranks, and leaving them.
 
 launcher ---- RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT [, a listening socket] ----> joined() -> World
-              store --> a round, see `rounds` --> a device for each rank --> the process group --> ... --> `leaving`
+              store --> a round, see `rounds` --> a device for each rank --> the process group --> ...
+
+the block has ended, or the run has paused      destroy: every collective has ended on all ranks
+any other exception, Ctrl-C, sys.exit()         report, then abort: a collective may wait for ranks that never come
+
+`destroy_process_group` waits for pending collectives: on a rank that fails, until the timeout of the slowest, and the
+exception is not reported until then. Aborting ends them; yet it, too, may hang, in a driver or a network that is
+broken. So the failure is reported first, and the wait for the abort has a limit.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,22 +30,33 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore  # torch.distributed has them untyped
 
-from lockstep.core.errors import PeerFailed, RunFailed, blames_a_peer
+from lockstep.core.errors import (
+    CollectiveTimeout,
+    ConfigError,
+    Failure,
+    Paused,
+    PeerFailed,
+    Problem,
+    RunFailed,
+    Stopped,
+    blames_a_peer,
+    causes,
+    message_of,
+    report_failure,
+    timeout_message,
+)
 from lockstep.core.failure_kinds import FailureKind
-from lockstep.core.heap import keep_freed_memory
 from lockstep.core.phase_clock import PhaseClock
+from lockstep.core.process_settings import keep_freed_memory
 from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed import user_collectives
 from lockstep.distributed.accelerators import choose_backend, choose_device
 from lockstep.distributed.collectives import LocalGroup, RankGroup, waiting_over
-from lockstep.distributed.device_check import refuse_shared_devices
 from lockstep.distributed.host_group import forget_host_groups
-from lockstep.distributed.leaving import abort_groups, is_aborting, is_orderly, refuse_unfinished_abort
-from lockstep.distributed.network import ask_store_once, other_interfaces, own_interface, use_interface
+from lockstep.distributed.network import other_interfaces, own_interface, use_interface
 from lockstep.distributed.notice_board import NoticeBoard
 from lockstep.distributed.rounds import next_round
 from lockstep.distributed.store_exchange import StoreExchange
-from lockstep.distributed.timeouts import collective_timeout
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Launch
@@ -103,7 +124,8 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
         with user_collectives.current_group(LocalGroup()):
             yield World(LocalGroup(), 0, 1, 0, 1, device, "none", clock=_clock(device))
         return
-    refuse_unfinished_abort()
+    if _is_aborting():  # torch has one process group, which can't be used any more
+        raise RunFailed("the process group of a run that failed in this process could not be closed; start a new one")
     if dist.is_initialized():  # the user's program made the group, and ends it
         world = _world(environment, device, dist.get_backend(), launch.timeout, wakes=False)
         with (
@@ -134,18 +156,101 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
 
 @contextmanager
 def _left_at_the_end(world: World) -> Iterator[None]:
-    """Leave the process group at the block's end, however it ends."""
     try:
         yield
     except BaseException as error:
-        if not is_orderly(error):
-            abort_groups(error, world.rank, world.device, world.exchange)
+        if not isinstance(error, Paused):  # which all ranks raise after the same collective
+            _abort_groups(error, world)
         raise
     finally:
         if isinstance(world.axis, RankGroup):
             world.axis.close()
-        if dist.is_initialized() and not is_aborting():
+        if dist.is_initialized() and not _is_aborting():
             dist.destroy_process_group()
+
+
+_ABORT_LIMIT = 10.0  # seconds that an abort may take
+_aborting: threading.Event | None = None
+"""Set when the last abort has ended; until then no other code may use the process group. Process-wide, as the group."""
+_log = logging.getLogger("lockstep")
+
+
+def _is_aborting() -> bool:
+    return _aborting is not None and not _aborting.is_set()
+
+
+def _abort_groups(error: BaseException, world: World) -> None:
+    """Report the error, abort all process groups, and return, even if they can't be closed."""
+    if dist.get_backend() != "gloo" and not report_failure(error) and world.size > 1:
+        reason = message_of(error).strip() or "no message"
+        _log.error("rank %d fails, and aborts its collectives: %s: %s", world.rank, type(error).__name__, reason)
+    global _aborting
+    ended = _aborting = threading.Event()
+    by_others = isinstance(error, CollectiveTimeout | Stopped) or blames_a_peer(error)
+    reached = None if by_others else world.exchange  # they know, and rank 0, which keeps the store, may have ended
+
+    def abort() -> None:
+        try:
+            with suppress(Exception):  # nothing depends on it: the process, or its connection, ends
+                _abort(world.device, reached)
+        finally:
+            ended.set()
+
+    threading.Thread(target=abort, name="abort process groups", daemon=True).start()
+    if not ended.wait(_ABORT_LIMIT):
+        _log.error("rank %d: the process group could not be closed within %g s", world.rank, _ABORT_LIMIT)
+
+
+def _abort(device: torch.device, exchange: StoreExchange | None) -> None:
+    """Abort all groups; closing the connections of a gloo group, which has no abort, makes what waits there fail."""
+    if dist.get_backend() == "gloo":
+        if exchange is not None:
+            exchange.fail()
+        dist.destroy_process_group()
+        return
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)  # a thread begins with the first one
+    try:
+        # torch's public API aborts a single group; this one aborts all, in the order that NCCL needs
+        dist.distributed_c10d._abort_process_group()
+    except RuntimeError:  # the backend has none
+        dist.destroy_process_group()
+    if exchange is not None:
+        exchange.fail()
+
+
+# The messages of gloo and of torch's store. NCCL's watchdog ends the process instead of raising.
+_TIMED_OUT = re.compile(
+    r"Timed out waiting \d+ms for (recv|send) operation|Application timeout caused pair closure"
+    r"|wait timeout after \d+ms"
+)
+
+
+@contextmanager
+def collective_timeout(seconds: float, rank: int) -> Iterator[None]:
+    """Limit the collectives of all groups that are made while the block runs, by DeviceMesh, FSDP and DeepSpeed, too.
+
+    Raises:
+        CollectiveTimeout: Not all ranks joined a collective in that time.
+    """
+    c10d: Any = dist.distributed_c10d  # torch's default is private: no call sets it for groups made by others
+    before = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = timedelta(seconds=seconds)
+    try:
+        yield
+    except Failure:
+        raise
+    except Exception as error:
+        if not is_timeout(error):
+            raise
+        raise CollectiveTimeout(timeout_message("another rank", f"rank {rank}", seconds)) from error
+    finally:
+        c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = before
+
+
+def is_timeout(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it was raised from, is a collective's timeout."""
+    return any(isinstance(link, RuntimeError) and _TIMED_OUT.search(str(link)) for link in causes(error))
 
 
 @contextmanager
@@ -161,7 +266,6 @@ def _failure_posted(world: World) -> Iterator[None]:
 
 @contextmanager
 def _host_groups() -> Iterator[None]:
-    """Close the groups in which ranks exchange objects when the block has ended."""
     try:
         yield
     finally:
@@ -197,7 +301,6 @@ def _world(environment: RankEnvironment, device: torch.device, backend: str, tim
 
 
 def _clock(device: torch.device) -> PhaseClock:
-    """Return a clock that measures phases where the work is done."""
     if device.type == "cpu":
         return PhaseClock()
     module = torch.get_device_module(device)
@@ -219,8 +322,7 @@ def _make_group(environment: RankEnvironment, backend: str, device: torch.device
     try:
         store = _store(environment, limit)
         use_interface(environment, store)
-        ask_store_once()
-        refuse_shared_devices(store, environment.rank, environment.world_size, device, timeout)
+        refuse_shared_devices(store, environment.rank, environment.world_size, device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's advice on device_id, which is given where it applies
             dist.init_process_group(
@@ -241,6 +343,49 @@ def _make_group(environment: RankEnvironment, backend: str, device: torch.device
         reasons = [reason, *(other_interfaces(environment, store) if store is not None else ())]
         text = f"{who} at {place} in {seconds:.3g} of {timeout:g} s: {'; '.join(reasons)}"
         raise RunFailed(text, kind=FailureKind.NOT_JOINED) from error
+
+
+def refuse_shared_devices(store: Store, rank: int, size: int, device: torch.device) -> None:
+    """Raise ConfigError if two ranks have the same accelerator, or some have none. All ranks together.
+
+    A rank that sees one GPU may have its own (Slurm's --gpus-per-task), or share it: only the devices' identities show.
+    """
+    if size == 1:
+        return
+    store.set(f"device/{rank}", device_identity(device))
+    if rank == 0:
+        identities = store.multi_get([f"device/{other}" for other in range(size)])  # waits for all of them
+        store.set("devices", device_refusal([value.decode() for value in identities]))
+    if refusal := store.get("devices").decode():
+        raise ConfigError(Problem("", "launch.ranks", refusal))
+
+
+def device_refusal(identities: list[str]) -> str:
+    """Return which ranks can't compute together on devices of these identities, and why; empty: all can."""
+    types = [identity.partition(" ")[0] for identity in identities]
+    if other := next((rank for rank, name in enumerate(types) if name != types[0]), None):
+        return (
+            f"rank 0 computes on {types[0]} and rank {other} on {types[other]}; let every rank see an accelerator "
+            "(CUDA_VISIBLE_DEVICES, drivers of all nodes), or write launch.device: cpu"
+        )
+    owners: dict[str, int] = {}
+    for rank, identity in enumerate(identities):
+        if (owner := owners.setdefault(identity, rank)) != rank and types[0] != "cpu":
+            return (
+                f"ranks {owner} and {rank} have the same device, and {len(identities)} ranks have "
+                f"{len(set(identities))} of {types[0]}; start one rank for each, or let each see its own "
+                "(CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task)"
+            )
+    return ""
+
+
+def device_identity(device: torch.device) -> str:
+    """Return the device's type and, after a space, a name that no other accelerator has, on this machine and others."""
+    if device.type == "cpu":
+        return device.type
+    properties: Any = torch.get_device_module(device).get_device_properties(device)
+    name = getattr(properties, "uuid", None) or f"{socket.gethostname()}/{device.index}"
+    return f"{device.type} {name}"
 
 
 _stores: dict[tuple[str, int], Store] = {}  # process-wide: a port can't be bound again for the next session

@@ -20,7 +20,7 @@ these share them: a model of 10,000 tensors has a few dozen.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.distributed.tensor import DTensor
+
+    from lockstep.core.protocols import Axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +255,23 @@ def mesh_intervals(length: int, sizes: Sequence[int], strides: Sequence[int]) ->
         for coordinate in product(*map(range, sizes))
     )
     return [(offset, size) for (size,), (offset,) in shards]
+
+
+@dataclass(frozen=True, slots=True)
+class RowShards:
+    """Parameters whose rows are sharded over ranks, as FSDP shards them, for optimizers that look at a whole one.
+
+    Attributes:
+        axis: The ranks that hold the shards of one replica.
+        shapes: The shape of each parameter, whole, by name.
+    """
+
+    axis: Axis
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def rows(self, name: str) -> list[int]:
+        """Return the number of rows of a parameter that each rank holds, perhaps 0, in the order of their rows."""
+        return [size for _, size in mesh_intervals(self.shapes[name][0], [self.axis.size], [1])]
 
 
 def _chunk(start: int, length: int, number: int) -> Iterator[tuple[int, int]]:

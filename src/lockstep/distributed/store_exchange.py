@@ -180,7 +180,6 @@ def _listening() -> set[_Address]:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Yield this process's TCP sockets, also those that gloo opened."""
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):  # it is no socket, or was closed
             handle = os.dup(int(name))

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.storage import names_by_step
-from lockstep.core.command_lines import command_line
 from lockstep.core.errors import Failure, named_ranks
 from lockstep.core.failure_kinds import FailureKind, Retry
 from lockstep.core.formatting import duration, first_sentence, listed
 from lockstep.core.near_runs import not_a_run
-from lockstep.core.terminal import plain_line
+from lockstep.core.terminal import command_line, plain_line
 from lockstep.doctor.catalog import KnownFailure, Standing
 from lockstep.doctor.evidence import (
     LogEvidence,

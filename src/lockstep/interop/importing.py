@@ -21,10 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.config import shape
+from lockstep.config.layers import ALTERNATIVES, from_flags
 from lockstep.config.loading import validate
-from lockstep.config.merging import ALTERNATIVES
 from lockstep.config.override import Override
-from lockstep.config.overrides import from_flags
 from lockstep.config.reading import Table, leaves, to_python
 from lockstep.config.wording import OPEN
 from lockstep.core.errors import ConfigError, Problem

@@ -20,11 +20,11 @@ from torch import nn
 
 from lockstep.config.schema import Config, Parallel
 from lockstep.config.trust import recorded
-from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.formatting import counted, listed
 from lockstep.core.progress import Progress
 from lockstep.core.records import TrainingState
+from lockstep.core.terminal import command_line
 from lockstep.interop.peer_optimizer import ENTRIES, PeerCheckpoint, PeerOptimizer, moments, named_optimizer
 from lockstep.interop.peers import read_peer
 from lockstep.models.weight_matching import WeightMatch, match_weights

@@ -32,11 +32,10 @@ from socket import socket
 from typing import NoReturn
 
 from lockstep.core import heartbeat
-from lockstep.core.errors import Paused, Stopped
-from lockstep.core.failing import reports_failures
+from lockstep.core.errors import Paused, Stopped, reports_failures
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.heartbeat import Heartbeat
-from lockstep.core.open_files import raise_open_file_limit
+from lockstep.core.process_settings import raise_open_file_limit
 from lockstep.core.ranks import STORE_FD
 from lockstep.core.safe_path import let_children_search
 from lockstep.core.secrets import shareable

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.core.failure_kinds import FailureKind
-from lockstep.core.open_files import raise_open_file_limit
+from lockstep.core.process_settings import raise_open_file_limit
 from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS
 from lockstep.launch.host_protocol import HOST, Link, Message, NotAuthorized, NotLauncher, introduce, store_of
 from lockstep.launch.leading import Leader

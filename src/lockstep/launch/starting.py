@@ -28,9 +28,9 @@ from typing import Any
 
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Watchdog
-from lockstep.core.closed_streams import open_closed_streams
 from lockstep.core.errors import ConfigError, Problem, RunFailed, message_of
 from lockstep.core.heartbeat import Heartbeat, shared_heartbeat
+from lockstep.core.process_settings import open_closed_streams
 from lockstep.core.ranks import ADDRESS, LAUNCHER, NODES, RankEnvironment
 from lockstep.core.safe_path import safe_interpreters
 from lockstep.core.stopping import blocked_signals

@@ -24,12 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop, write_stderr
-from lockstep.core.terminal import echo, plain, plain_line
+from lockstep.core.terminal import command_line, echo, plain, plain_line
 from lockstep.launchers.aws_calls import AwsCalls, CallFailed, from_command, wait_until
 from lockstep.launchers.tools import Patience, write_files
 

@@ -21,12 +21,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Paused, Problem, RunFailed, Stopped, VerificationError
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop
-from lockstep.core.terminal import echo, plain
+from lockstep.core.terminal import command_line, echo, plain
 from lockstep.launch.meeting import TOKEN
 from lockstep.launchers.mounts import Mount, mount_problems
 from lockstep.launchers.tools import (

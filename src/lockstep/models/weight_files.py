@@ -31,9 +31,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lockstep.core import checksums
-from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.near_runs import IN_FOLDERS, part_of_checkpoint, peer_checkpoint
+from lockstep.core.terminal import command_line
 
 _INDEX = ".index.json"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")

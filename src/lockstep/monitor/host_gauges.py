@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from lockstep.core.control_groups import tightest_limit
-from lockstep.core.run_queue import waited_for_core
+from lockstep.core.processes import waited_for_core
 
 Gauges = Callable[[], Mapping[str, float]]
 _BLOCK_DEVICES = Path("/sys/dev/block")

@@ -31,12 +31,12 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerAction, profile
 
-from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.formatting import counted
 from lockstep.core.phase_clock import Phase
+from lockstep.core.processes import waited_for_core
 from lockstep.core.records import Request
-from lockstep.core.run_queue import waited_for_core
+from lockstep.core.terminal import command_line
 from lockstep.distributed.memory import end_memory_history, record_memory_history
 from lockstep.monitor.folder import lock_holder
 from lockstep.monitor.trace_requests import (

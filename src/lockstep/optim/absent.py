@@ -10,7 +10,7 @@ from lockstep.core.protocols import Optimizer
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lockstep.distributed.row_shards import RowShards
+    from lockstep.distributed.shard_boxes import RowShards
 
 
 class AbsentOptimizer(Optimizer):

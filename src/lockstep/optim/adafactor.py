@@ -25,7 +25,7 @@ from lockstep.optim.chunks import CHUNK_BYTES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.distributed.row_shards import RowShards
+    from lockstep.distributed.shard_boxes import RowShards
 
 
 def make_state(adafactor: torch.optim.Adafactor) -> None:

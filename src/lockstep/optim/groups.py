@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import ParameterFacts
 from lockstep.distributed.shard_boxes import dtype_name
-from lockstep.plan.grouping import group_parameters
+from lockstep.plan.optimizers import group_parameters
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from lockstep.config.schema import Optim
-    from lockstep.plan.grouping import Grouping
+    from lockstep.plan.optimizers import Grouping
 
 
 def parameter_groups(

@@ -21,7 +21,7 @@ from lockstep.optim.whole_matrices import replace_by_whole
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.distributed.row_shards import RowShards
+    from lockstep.distributed.shard_boxes import RowShards
 
 
 def make_state(muon: torch.optim.Muon) -> None:

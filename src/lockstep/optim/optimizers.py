@@ -30,13 +30,13 @@ from lockstep.optim.groups import facts_of, settle_user_settings
 from lockstep.optim.muon import gated_step as gated_muon_step
 from lockstep.optim.muon import make_state as make_muon_state
 from lockstep.optim.stepping import DeviceGatedOptimizer, HostGatedOptimizer, refuse_closures
-from lockstep.plan.grouping import is_hidden_matrix
+from lockstep.plan.optimizers import is_hidden_matrix
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.config.schema import Optim
-    from lockstep.distributed.row_shards import RowShards
+    from lockstep.distributed.shard_boxes import RowShards
     from lockstep.optim.chunks import Columns
 
 

@@ -22,7 +22,7 @@ from lockstep.optim.chunks import CHUNK_BYTES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.distributed.row_shards import RowShards
+    from lockstep.distributed.shard_boxes import RowShards
 
 Round = list[list[int]]
 """The matrices of each rank, by index."""

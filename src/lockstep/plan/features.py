@@ -12,7 +12,6 @@ process, and checks that every other cell is refused.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,7 +20,6 @@ from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.plan.optimizers import OPTIMIZERS
 from lockstep.strategies.record import CPU, NONE, WHOLE_MATRICES, Cell, RunLayout, Standing, refused
-from lockstep.strategies.registry import layouts
 
 if TYPE_CHECKING:
     from lockstep.plan.batch import BatchPlan
@@ -162,31 +160,3 @@ def _problems(run: FeatureRequest, *, on_cpu: bool) -> Iterator[Problem]:
         elif state.standing == "untested" and not run.config.run.allow_untested:
             why = f"{feature.name} under {layout} was never tested ({state.why}); --allow-untested tries it"
             yield Problem("", feature.key, why)
-
-
-def table() -> str:
-    """Return the tables of docs/strategies.md: one for each family, with a row for each feature."""
-    notes: list[str] = []
-    parts = []
-    columns = list(layouts().values())
-    for family in dict.fromkeys(layout.family for layout in columns):
-        members = [layout for layout in columns if layout.family == family]
-        rows = [["", *(layout.name for layout in members)], ["---"] * (len(members) + 1)]
-        rows += [
-            [feature.name, *(_shown(cell(layout, feature.name), notes) for layout in members)] for feature in FEATURES
-        ]
-        parts += [f"### {family}", "", *(f"| {' | '.join(row)} |" for row in rows), ""]
-    return "\n".join([*parts, "### Notes", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]) + "\n"
-
-
-def _shown(state: Cell, notes: list[str]) -> str:
-    if not state.why:
-        return str(state)
-    note = f"{state.standing}: {state.why}"
-    if note not in notes:
-        notes.append(note)
-    return f"{state.standing} ({notes.index(note) + 1})"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(table())

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.strategies.registry import find_variant, strategies
+from lockstep.strategies.registry import strategies
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Parallel
-    from lockstep.strategies.record import Strategy, Variant
+    from lockstep.strategies.record import Strategy
 
 Axis = Literal["pipeline", "data", "shard", "context", "tensor"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -85,119 +85,58 @@ class Mesh:
         return math.prod(self.sizes[AXES.index(axis) + 1 :])
 
 
-def make_mesh(
-    ranks: int, sizes: Mapping[Axis, int], rest: Axis = "data", *, fixed: bool = False, alternative: str = ""
-) -> Mesh:
+def make_mesh(ranks: int, sizes: Mapping[Axis, int], rest: Axis = "data", *, fixed: bool = False) -> Mesh:
     """Return the mesh of `ranks` ranks with these axes; if `data` isn't given, it follows from the others.
 
     Args:
-        rest: The axis to advise another size for, before all others.
+        rest: The axis to advise another size for.
         fixed: Its size is the user's, and doesn't follow from the ranks.
-        alternative: Further advice, which ends the sentence.
 
     Raises:
         ConfigError: The product of the axes is not the number of ranks.
     """
-    others = math.prod(size for axis, size in sizes.items() if axis != rest)
+    product = math.prod(sizes.values())
+    others = product // sizes.get(rest, 1)
     if "data" not in sizes and ranks % others == 0:
         sizes = {**sizes, "data": ranks // others}
     mesh = Mesh(*(sizes.get(axis, 1) for axis in AXES))
     if mesh.ranks == ranks:
         return mesh
-    product = f" = {math.prod(sizes.values())}" if len(sizes) > 1 else ""
-    fact = f"{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))}{product}"
-    there = "there is 1 rank" if ranks == 1 else f"there are {ranks} ranks"
-    remedy = _nearest(ranks, sizes, rest, fixed)
-    raise ConfigError(Problem("", "parallel", f"{fact}, but {there}. {remedy}{alternative}."))
-
-
-def _nearest(ranks: int, sizes: Mapping[Axis, int], rest: Axis, fixed: bool) -> str:
-    """Return the advice: another size of one axis, or another number of ranks."""
-    product = math.prod(sizes.values())
-    others = product // sizes.get(rest, 1)
-    if ranks % others == 0:
-        return f"{rest} = {ranks // others} gives {ranks}; or start {product} ranks"
-    if fixed:
-        fitting = (
-            (axis, ranks * size // product) for axis, size in sizes.items() if size > 1 and ranks * size % product == 0
-        )
-        exact = next((f"{axis} = {degree} gives {ranks}; or start" for axis, degree in fitting), "Start")
-        return f"{exact} {product} ranks"
+    total = f" = {product}" if len(sizes) > 1 else ""
+    fact = f"{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))}{total}, but there are {ranks} ranks"
     below, above = ranks // others * others, -(-ranks // others) * others
-    starts = f"{below} or {above}" if below else f"{above}"
-    fits = _nearest_degree(ranks, {axis: size for axis, size in sizes.items() if axis != rest})
-    return f"The number of ranks must be a multiple of {others} for any {rest}: {fits}start {starts} ranks"
+    remedy = f"Start {product}" if fixed else f"Start {below} or {above}" if below else f"Start {above}"
+    if ranks % others == 0:
+        remedy = f"{rest} = {ranks // others} gives {ranks}; or start {product}"
+    raise ConfigError(Problem("", "parallel", f"{fact}. {remedy} ranks."))
 
 
-def _nearest_degree(ranks: int, sizes: Mapping[Axis, int]) -> str:
-    """Return the nearest sizes of the first axis that makes the product divide the ranks."""
-    for axis, size in sizes.items():
-        rest = math.prod(sizes.values()) // size
-        fitting = [degree for degree in range(1, ranks // rest + 1) if ranks % (rest * degree) == 0]
-        near = [
-            *[degree for degree in fitting if degree < size][-1:],
-            *[degree for degree in fitting if degree > size][:1],
-        ]
-        if size > 1 and near:
-            return f"{axis} = {' or '.join(map(str, near))} fits {ranks}; or "
-    return ""
-
-
-def mesh_of(
-    parallel: Parallel,
-    strategy: Strategy,
-    ranks: int,
-    machine_ranks: int | None = None,
-    variant: Variant | None = None,
-) -> Mesh:
+def mesh_of(parallel: Parallel, strategy: Strategy, ranks: int, machine_ranks: int | None = None) -> Mesh:
     """Return how a strategy arranges the ranks.
 
     Args:
         machine_ranks: Ranks of one machine, which has all shards of a hybrid replica; None: all ranks.
-        variant: None: the variant that the options select.
 
     Raises:
         ConfigError: The degrees contradict the strategy, or their product is not the number of ranks.
     """
-    variant = variant or strategy.variant(parallel)
+    variant = strategy.variant(parallel)
     partitioned = _partitioned(parallel, strategy, ranks)
     if variant.mesh == "hybrid":
         given = (parallel.data != "auto", parallel.shard != "auto")
         sizes = _hybrid(parallel, ranks, machine_ranks or ranks, partitioned)
         return make_mesh(ranks, sizes, "shard" if given == (True, False) else "data", fixed=all(given))
     title = variant.title or strategy.name
-    key, several = _replicated(parallel, ranks, variant)
     if variant.divides and parallel.data not in ("auto", 1):
-        others = f"{several} has {parallel.data}, or " if several else ""
-        raise ConfigError(Problem("", "parallel.data", f"{title} has one replica; {others}leave parallel.data out"))
+        other = f", or write {variant.replicated}" if variant.replicated else ""
+        raise ConfigError(Problem("", "parallel.data", f"{title} has one replica; leave parallel.data out{other}"))
     if not variant.divides and parallel.shard not in ("auto", 1):
-        sharded = next((text for name, text in variant.sharded.items() if _fits(parallel, ranks, name)), None)
-        others = f"{sharded}, or " if sharded else ""
-        raise ConfigError(Problem("", "parallel.shard", f"{title} shards nothing; {others}leave parallel.shard out"))
+        raise ConfigError(Problem("", "parallel.shard", f"{title} shards nothing; leave parallel.shard out"))
     rest: Axis = "shard" if variant.divides else "data"
     degree = parallel.shard if variant.divides else parallel.data
     left = max(1, ranks // math.prod(partitioned.values()))
     sizes = {"data": 1, rest: left if degree == "auto" else degree, **partitioned}
-    alternative = f", or write {key}: {several}, which has several replicas" if several else ""
-    return make_mesh(ranks, sizes, rest, fixed=degree != "auto", alternative=alternative)
-
-
-def _replicated(parallel: Parallel, ranks: int, variant: Variant) -> tuple[str, str]:
-    """Return the option that selects the variant with several replicas, and its value, if that fits the ranks."""
-    if not variant.replicated or not _fits(parallel, ranks, variant.replicated):
-        return "", ""
-    strategy, other = find_variant(variant.replicated)
-    option, value = next(iter(other.options.items()))
-    return f"parallel.{strategy.section}.{option}", str(value)
-
-
-def _fits(parallel: Parallel, ranks: int, name: str) -> bool:
-    strategy, variant = find_variant(name)
-    try:
-        mesh_of(parallel, strategy, ranks, variant=variant)
-    except ConfigError:
-        return False
-    return True
+    return make_mesh(ranks, sizes, rest, fixed=degree != "auto")
 
 
 def _partitioned(parallel: Parallel, strategy: Strategy, ranks: int) -> dict[Axis, int]:

@@ -17,9 +17,9 @@ from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.plan.batch import BatchPlan, nearest_even_sizes, plan_batch
 from lockstep.plan.choosing import ONE_RANK, SHARE_OF_STATE, Decision, choose_strategy, format_bytes, state_of
 from lockstep.plan.features import FeatureRequest, check_features
-from lockstep.plan.grouping import Grouping, group_parameters
 from lockstep.plan.mesh import AXES, Mesh, mesh_of
 from lockstep.plan.modules import ModuleParameters, describe_modules, parameters_by_module
+from lockstep.plan.optimizers import Grouping, group_parameters
 from lockstep.plan.placement import Placement, placements, sent_bytes
 from lockstep.plan.refusals import changed_options, refuse_for_partitions, refuse_variable
 from lockstep.plan.schedule import epoch_length, horizon
@@ -273,7 +273,6 @@ def _idle(parallel: Parallel, strategy: Strategy, mesh: Mesh) -> Iterator[str]:
 
 
 def _waits(options: PipelineParallel, mesh: Mesh, batch: BatchPlan) -> float:
-    """Return the share of its time that a rank waits for other stages."""
     if mesh.pipeline == 1:
         return 0.0
     per_rank = stages_of(options.schedule, options.stages_per_rank)
@@ -281,7 +280,6 @@ def _waits(options: PipelineParallel, mesh: Mesh, batch: BatchPlan) -> float:
 
 
 def _bubble(options: PipelineParallel, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
-    """Warn if stages wait for a fifth of the time or more."""
     waits = _waits(options, mesh, batch)
     if waits < _LONG_WAIT:
         return

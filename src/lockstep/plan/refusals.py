@@ -41,7 +41,6 @@ def before_unused(strategy: str, mesh: Mesh) -> str:
 
 
 def _for_partitions(config: Config, layout: RunLayout, mesh: Mesh) -> Iterator[tuple[str, str]]:
-    """Yield (key, message)."""
     parallel = config.parallel
     axis = "pipeline" if mesh.pipeline > 1 else "tensor" if mesh.tensor > 1 else "context"
     where = f"with parallel.{axis} {getattr(mesh, axis)}"
@@ -117,7 +116,6 @@ def refuse_variable(config: Config, strategy: Strategy, ranks: int) -> None:
 def _variable(
     batch: BatchConfig, parallel: Parallel, strategy: Strategy, ranks: int, *, compiles: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield (key, message)."""
     why = "under run.determinism invariant"
     if batch.micro_size == "auto":
         size = -(-batch.global_size // ranks)

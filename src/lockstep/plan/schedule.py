@@ -72,7 +72,6 @@ def _warmup(schedule: Schedule, done: float, step: int, steps: int | None) -> tu
 
 
 def _curve(schedule: Schedule, over: float) -> float:
-    """Return the fraction of the peak, given the fraction of the curve that is over."""
     final = schedule.final_ratio
     if schedule.kind == "constant":
         return 1.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.core import formatting
-from lockstep.core.command_lines import command_line
+from lockstep.core.terminal import command_line
 from lockstep.launch.last_launch import survived_failures
 from lockstep.monitor.folder import held_by
 from lockstep.monitor.goodput import Goodput, goodput, saved_steps

@@ -15,9 +15,9 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from lockstep.core import formatting
-from lockstep.core.command_lines import command_line
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.secrets import hidden_variable
+from lockstep.core.terminal import command_line
 from lockstep.launch.ends_file import LaunchEnds
 from lockstep.launch.last_launch import decided_ends
 from lockstep.monitor.folder import EARLIER, held_by

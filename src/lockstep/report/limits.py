@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.core import formatting
-from lockstep.core.command_lines import command_line
+from lockstep.core.terminal import command_line
 from lockstep.monitor.attempts import Attempt
 from lockstep.report.rank_history import RankHistory
 from lockstep.report.run_data import RunData

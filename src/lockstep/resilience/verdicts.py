@@ -32,7 +32,7 @@ from lockstep.core.records import StepReport, Verdict
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.config.numbers_sections import BadNumbers
+    from lockstep.config.training_sections import BadNumbers
 
 DISCARD_LIMIT = 100
 UNLABELED_LIMIT = 10  # from a run's first update: a few samples may have no target

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import GradientStep, Optimizer
     from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
-    from lockstep.distributed.row_shards import RowShards
+    from lockstep.distributed.shard_boxes import RowShards
     from lockstep.optim.optimizers import Elementwise
     from lockstep.plan.plan import Plan
     from lockstep.sharding.model_state import ModelState

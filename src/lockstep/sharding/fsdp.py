@@ -29,8 +29,7 @@ from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import NO_CONTEXT, GradientStep
 from lockstep.distributed.collectives import LocalGroup, RankGroup
-from lockstep.distributed.row_shards import RowShards
-from lockstep.distributed.shard_boxes import local_tensor
+from lockstep.distributed.shard_boxes import RowShards, local_tensor
 from lockstep.plan.optimizers import OPTIMIZERS
 from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Builder, Sharding, ShardingContext

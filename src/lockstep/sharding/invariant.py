@@ -159,7 +159,11 @@ class InvariantStep(GradientStep):
         in_order = [node for of_rank in nodes for node in of_rank]
         for start in range(0, whole.flat.numel(), self._width * ranks):
             part = slice(start, start + self._width * ranks)
-            values = self._axis.exchange(_rows([flat[part] for flat in own], whole.flat[part], ranks), numbers)
+            rows = _rows([flat[part] for flat in own], whole.flat[part], ranks)
+            width = rows.shape[2]
+            taken = [number * width for number in numbers]
+            received = self._axis.start_all_to_all(rows.view(-1), [rows[0].numel()] * ranks, taken)()
+            values = received.to(rows.device).view(-1, width)
             self._axis.concatenate(total(in_order, values, terms, iadd), whole.flat[part])
         self._free.extend(held[1:])
         self._terms = FixedSum(terms, self._add)

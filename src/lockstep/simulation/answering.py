@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.core.errors import ConfigError
 from lockstep.simulation import device
-from lockstep.simulation.choosing import decide
+from lockstep.simulation.estimate import decide
 from lockstep.simulation.failing import Unpredictable
 from lockstep.simulation.planning import estimator_of
 from lockstep.training.deciding import Explanation, decides

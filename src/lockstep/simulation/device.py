@@ -4,11 +4,20 @@
 
 It is torch's device for backends written in Python (privateuse1). A path of the product that asks for an accelerator
 takes it here; what runs on it is decided by `lockstep.simulation.execution`.
+
+With an error of Python in a backward on the device, torch would end the process silently:
+
+    an operation or a hook raises  -->  C++ leaves the backward, and restores the stream of the device
+                                   -->  it asks Python for the type of the device, while the error is pending
+                                   -->  Python turns any answer into an error, which C++ can't have there: abort
+
+So the answer takes the pending error away, and the backward raises it at its end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,8 +26,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-
-from lockstep.simulation import python_errors
 
 NAME = "simulated"
 _STATE_BYTES = 16  # of a generator
@@ -111,8 +118,6 @@ class Generator:
 
 
 class _Device(ModuleType):
-    """The module that torch finds as `torch.simulated`."""
-
     def __init__(self) -> None:
         super().__init__(f"torch.{NAME}")
         self.Stream, self.Event = Stream, Event
@@ -207,6 +212,54 @@ class _Device(ModuleType):
         return False
 
 
+_pending: list[BaseException] = []
+_kind, _value, _traceback = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+_first, _second, _third = ctypes.byref(_kind), ctypes.byref(_value), ctypes.byref(_traceback)
+_fetch: Any = ctypes.pythonapi.PyErr_Fetch
+_fetch.restype = None
+
+
+def _guard() -> Any:
+    """Return what torch asks for the type of the device."""
+
+    class Guard(torch._C._acc.DeviceGuard):
+        def type_(self) -> Any:
+            _fetch(_first, _second, _third)  # the first call: few others work while an error is pending
+            if _value:
+                _keep()
+            return torch._C._autograd.DeviceType.PrivateUse1
+
+    return Guard()
+
+
+def _keep() -> None:
+    error = ctypes.cast(_value, ctypes.py_object).value
+    if isinstance(error, BaseException):
+        if _traceback:
+            error = error.with_traceback(ctypes.cast(_traceback, ctypes.py_object).value)
+    else:  # not made yet
+        error = ctypes.cast(_kind, ctypes.py_object).value(error)
+    _pending.append(error)
+
+
+_EngineBase: Any = type(torch.autograd.Variable._execution_engine)
+
+
+class RaisingEngine(_EngineBase):  # type: ignore[misc]
+    """The engine of backwards, which raises errors that were taken away."""
+
+    def run_backward(self, *arguments: Any, **named: Any) -> Any:
+        _pending.clear()
+        try:
+            return super().run_backward(*arguments, **named)
+        except SystemError:  # no error is left
+            if not _pending:
+                raise
+            error = _pending[0]
+            _pending.clear()
+            raise error from None
+
+
 @cache
 def _device() -> Any:
     return _Device()
@@ -243,6 +296,6 @@ def register() -> Any:
             return True
 
     backend_registration._setup_privateuseone_for_python_backend(
-        NAME, backend_module=module, hook=Hooks(), device_guard=python_errors.guard()
+        NAME, backend_module=module, hook=Hooks(), device_guard=_guard()
     )
     return module

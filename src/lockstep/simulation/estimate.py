@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.schema import Parallel
 from lockstep.core.errors import ConfigError
-from lockstep.plan.choosing import USABLE
+from lockstep.core.formatting import size
+from lockstep.plan.choosing import USABLE, Decision
 from lockstep.plan.plan import Machine, make_plan
 from lockstep.plan.stated_facts import sizes_of_config
 from lockstep.simulation import device
@@ -23,7 +24,7 @@ from lockstep.simulation.failing import Unpredictable, UserCodeFails, explained
 from lockstep.simulation.made_up import made_up_data
 from lockstep.simulation.stages import Stages, peaks_of_stages
 from lockstep.simulation.updates import UPDATES, peak_of_rank
-from lockstep.strategies.registry import find_strategy, strategies, written_name
+from lockstep.strategies.registry import AUTO, REFERENCE, find_strategy, strategies, written_name
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -169,7 +170,6 @@ class Estimator:
         return config.model_copy(update={"parallel": parallel.model_copy(update=moved)})
 
     def _peaks(self, config: Config, updates: int) -> list[Peak]:
-        """Return the peak of the first rank; in a pipeline, of the first rank of each stage."""
         mesh = self.planned(config).mesh
         if mesh.pipeline == 1:
             return [peak_of_rank(config, self.ranks, 0, self.given, updates, self.device_type)]
@@ -230,7 +230,6 @@ def _bytes(peak: Peak) -> int:
 
 
 def _shortened(config: Config, plan: Plan) -> Config:
-    """Return the config with as many updates and micro-batches as show the peak."""
     micro_batches = min(plan.batch.accumulation, max(_MICRO_BATCHES, plan.mesh.pipeline))
     size = min(config.batch.global_size, plan.batch.micro_size * plan.mesh.shares * micro_batches)
     length = {"steps": UPDATES, "samples": None, "tokens": None, "epochs": None}
@@ -245,7 +244,6 @@ def _shortened(config: Config, plan: Plan) -> Config:
 
 
 def _changes(config: Config, plan: Plan) -> Iterator[dict[str, object]]:
-    """Yield changes that save memory, each as values by keys: the cheapest first."""
     size = plan.batch.micro_size
     if size > 1 or plan.batch.accumulation > 1:
         yield from _options_that_save(config, find_strategy(plan.strategy))
@@ -292,3 +290,73 @@ def readable(config: Config, facts: DataFacts) -> Config:
     if sizes_of_config(config) is None:
         return config
     return config.model_copy(update={"data": config.data.model_copy(update={"train": made_up_data(config, facts)})})
+
+
+def decide(estimator: Estimator) -> Decision:
+    """Return the strategy and the micro-batch that `auto` takes; what the config sets stays.
+
+    Raises:
+        ConfigError: The run is refused under every strategy that `auto` may take.
+        Unpredictable: It can't be simulated.
+    """
+    assert estimator.memory is not None, "without a limit everything fits"
+    usable, refusal = int(USABLE * estimator.memory), None
+    decision: Decision | None = None
+    for name, config in _candidates(estimator.config, estimator.ranks):
+        try:
+            decision, fits = _largest(estimator, name, config, usable)
+        except ConfigError as error:
+            refusal = refusal or error
+            continue
+        if fits:
+            return decision
+    if decision is not None:
+        return replace(decision, why=f"{decision.why}, and nothing that auto may choose takes less")
+    assert refusal is not None, "there is a candidate"
+    raise refusal
+
+
+def _candidates(config: Config, ranks: int) -> Iterator[tuple[str, Config]]:
+    if config.parallel.strategy != AUTO:
+        yield config.parallel.strategy, config
+    elif ranks == 1:
+        yield REFERENCE.name, under(config, REFERENCE, REFERENCE.variants[0])
+    else:
+        for strategy in strategies():
+            if strategy.automatic:
+                yield strategy.name, under(config, strategy, strategy.variants[0])
+
+
+def _largest(estimator: Estimator, strategy: str, config: Config, usable: int) -> tuple[Decision, bool]:
+    peaks: dict[int, int] = {}
+
+    def fits(samples: int) -> bool:
+        batch = config.batch.model_copy(update={"micro_size": samples})
+        peaks[samples] = estimator.peak(config.model_copy(update={"batch": batch})).bytes
+        return peaks[samples] <= usable
+
+    def decision(samples: int) -> Decision:
+        assert estimator.memory is not None, "`decide` asserts it"
+        limit = f"the {size(estimator.memory)} that a rank has"
+        larger = min((other for other in peaks if other > samples), default=None)
+        than = f"; {larger} samples would take {size(peaks[larger])}" if larger is not None else ""
+        why = f"with micro-batches of {samples} a simulated update takes {size(peaks[samples])} of {limit}{than}"
+        return Decision(strategy, samples, why)
+
+    share = estimator.planned(config).batch.micro_size
+    if fits(share):
+        return decision(share), True
+    if config.batch.micro_size != "auto" or share == 1:
+        return decision(share), False
+    if not fits(1):
+        return decision(1), False
+    fraction = (usable - peaks[1]) / max(peaks[share] - peaks[1], 1)
+    samples = _even(share, max(1, int(1 + fraction * (share - 1))))
+    while samples not in peaks and not fits(samples):
+        samples = _even(share, max(1, samples * 3 // 4))
+    return decision(samples), True
+
+
+def _even(share: int, samples: int) -> int:
+    samples = min(samples, share)
+    return -(-share // -(-share // samples))

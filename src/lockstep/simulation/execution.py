@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass_type
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.simulation import autocast, device, kernels, python_errors, repeats
+from lockstep.simulation import device, kernels, repeats
 from lockstep.simulation.failing import is_users, place
 
 aten, prim = torch.ops.aten, torch.ops.prim
@@ -151,7 +151,6 @@ class Execution(TorchDispatchMode):
         return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute shapes, and the values of small tensors."""
         key = repeats.key_of(func, args, kwargs)
         repeat = None if key is None else repeats.known(key)
         if repeat is not None:
@@ -213,7 +212,6 @@ class Execution(TorchDispatchMode):
         return shape
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
-        """Give small results their values, and the inputs that an operation changes."""
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
         if all(map(_is_small, (*inputs, *outputs))):
             values, named = pytree.tree_map(self._on_host, (args, kwargs))
@@ -264,7 +262,6 @@ def simulated_execution(place: str = device.NAME) -> Iterator[Execution]:
         place: The type of the device; `cpu`: tensors of the CPU have no data either, but those of datasets.
     """
     module = device.register()
-    autocast.register()
     kernels.register()
     execution = Execution(place, FakeTensorMode(allow_non_fake_inputs=True))
     with ExitStack() as stack:
@@ -274,7 +271,7 @@ def simulated_execution(place: str = device.NAME) -> Iterator[Execution]:
         stack.enter_context(patch.object(Tensor, "data", property(_data, execution.set_data)))
         stack.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         stack.enter_context(patch.object(Tensor, "as_subclass", _as_subclass))
-        stack.enter_context(patch.object(torch.autograd.Variable, "_execution_engine", python_errors.RaisingEngine()))
+        stack.enter_context(patch.object(torch.autograd.Variable, "_execution_engine", device.RaisingEngine()))
         numpy = Tensor.numpy
         stack.enter_context(
             patch.object(Tensor, "numpy", lambda tensor, **named: numpy(execution.value_of(tensor), **named))
@@ -307,7 +304,7 @@ def _replacements(execution: Execution) -> list[tuple[str, Any]]:
 
     def clear_both() -> None:
         clear()
-        autocast.clear_cache()
+        kernels.clear_cache()
 
     return [
         ("torch.clear_autocast_cache", clear_both),

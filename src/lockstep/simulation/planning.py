@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,19 +21,20 @@ import torch
 from torch import nn
 
 from lockstep.config.loading import LoadedConfig
+from lockstep.config.schema import Config, Memory
+from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, OutOfMemory, Paused, RunFailed, Stopped
-from lockstep.core.formatting import size
+from lockstep.core.formatting import counted, size
 from lockstep.core.ranks import RankEnvironment
 from lockstep.core.stopping import undo_on_stop
-from lockstep.core.terminal import muted_stderr
+from lockstep.core.terminal import echo, muted_stderr
 from lockstep.distributed.memory import peak_memory
 from lockstep.launch.devices import choose_ranks, count_accelerators
 from lockstep.launch.local import launch
 from lockstep.models.build import parameter_facts, sketch_model
 from lockstep.plan.stated_facts import facts_of_config, sizes_of_config
 from lockstep.simulation import device
-from lockstep.simulation.choosing import decide
-from lockstep.simulation.estimate import Estimator, StrategyMemory
+from lockstep.simulation.estimate import Estimator, StrategyMemory, decide
 from lockstep.simulation.failing import Unpredictable
 from lockstep.simulation.made_up import made_up_texts
 from lockstep.simulation.memory import CATEGORIES, Category, MemoryLedger, Peak, Watched, resizes_seen
@@ -47,6 +48,7 @@ from lockstep.training.session import components_of
 from lockstep.training.user_objects import Objects, UserObjects, user_objects
 
 if TYPE_CHECKING:
+    from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
     from lockstep.plan.choosing import Decision
     from lockstep.training.api import ConfigLike
@@ -306,3 +308,89 @@ def _record(session: Session, timed: int) -> dict[str, Any]:
         session.commit().result()
         times.append(clock() - start)
     return {"peak": asdict(ledger.peak()), "held": held, "milliseconds": 1000 * min(times, default=0.0)}
+
+
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "full": {"activation_checkpointing": {"mode": "full"}},
+    "full-every-2": {"activation_checkpointing": {"mode": "full", "every": 2}},
+    "selective": {"activation_checkpointing": {"mode": "selective"}},
+    "loss-chunk": {"loss_chunk": 256},
+    "offload": {"activation_offload": "cpu"},
+    "full+offload": {"activation_checkpointing": {"mode": "full"}, "activation_offload": "cpu"},
+    "full+loss-chunk": {"activation_checkpointing": {"mode": "full"}, "loss_chunk": 256},
+}
+OWN = "yours"
+"""The mode that the config itself sets."""
+
+_HEAD = "| mode | peak of a rank | of none's | ms an update | of none's |\n| --- | ---: | ---: | ---: | ---: |"
+
+
+@dataclass(frozen=True, slots=True)
+class ModeMeasurement:
+    """Memory and time of an update in one mode.
+
+    Attributes:
+        peak: Bytes at the peak of the rank that needs most; None: the mode didn't run.
+        milliseconds: Time of the fastest update; on the CPU processor time.
+        why: Why the mode didn't run.
+    """
+
+    mode: str
+    peak: int | None = None
+    milliseconds: float | None = None
+    why: str = ""
+
+
+def measure_modes(loaded: LoadedConfig, modes: str, steps: int, *, trust_remote_code: bool) -> list[ModeMeasurement]:
+    """Measure each mode in new ranks of this machine, and print a row of a table for each.
+
+    Args:
+        modes: Names separated by commas, or `all`.
+        steps: Updates of each mode that are timed.
+    """
+    chosen, given = configs(loaded.config, modes), UserObjects(trust_remote_code=trust_remote_code)
+    ranks = choose_ranks(loaded.config.launch)
+    time = "processor time on this machine's CPU" if computes_on_cpu(loaded.config) else "time on this machine"
+    echo(f"each mode on {counted(ranks, 'rank')}, with the {time} of the fastest update:\n\n{_HEAD}", flush=True)
+    rows: list[ModeMeasurement] = []
+    for mode, config in chosen.items():
+        try:
+            measured = measured_rank(config, given, ranks, steps)
+            rows.append(ModeMeasurement(mode, measured.peak.bytes, measured.milliseconds))
+        except ConfigError as refusal:
+            rows.append(ModeMeasurement(mode, why=f"refused: {refusal}"))
+        except OutOfMemory:
+            rows.append(ModeMeasurement(mode, why="out of memory"))
+        echo(table_row(rows[-1], rows[0]), flush=True)
+    return rows
+
+
+def table_row(row: ModeMeasurement, none: ModeMeasurement) -> str:
+    """Return a row of the Markdown table, with the ratios to the mode `none`."""
+    if row.peak is None or row.milliseconds is None:
+        return f"| {row.mode} | {row.why} | | | |"
+    peak_ratio = f"{row.peak / none.peak:.2f}" if none.peak else ""
+    time_ratio = f"{row.milliseconds / none.milliseconds:.2f}" if none.milliseconds else ""
+    return f"| {row.mode} | {size(row.peak)} | {peak_ratio} | {row.milliseconds:.1f} | {time_ratio} |"
+
+
+def configs(config: Config, names: str) -> dict[str, Config]:
+    """Return a config for each mode. `none`, with which all are compared, comes first even if it isn't named.
+
+    Args:
+        names: Modes separated by commas, or `all`.
+
+    Raises:
+        ConfigError: There is no such mode.
+    """
+    known = {
+        name: config.model_copy(update={"memory": Memory.model_validate(section)}) for name, section in MODES.items()
+    }
+    if config.memory != Memory():
+        known[OWN] = config
+    chosen = list(known) if names == "all" else [name.strip() for name in names.split(",")]
+    for name in chosen:
+        if name not in known:
+            raise ConfigError(f"--modes: there is no mode {name!r}; {did_you_mean(name, known)}")
+    return {name: known[name] for name in dict.fromkeys(["none", *chosen])}

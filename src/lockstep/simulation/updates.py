@@ -65,7 +65,6 @@ def peak_of_rank(
 
 
 def _copied(given: UserObjects) -> UserObjects:
-    """Return the objects with a copy of the module: a simulated rank replaces its parameters."""
     return replace(given, model=copy.deepcopy(given.model)) if isinstance(given.model, nn.Module) else given
 
 

@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lockstep.strategies.fsdp import SHARDED_INSTEAD
 from lockstep.strategies.record import StateSharding, Strategy, Variant, gradients_all_reduced
 from lockstep.strategies.section import Positive, Section
 
@@ -80,10 +79,7 @@ STRATEGY = Strategy(
                 gradient_copies=lambda options: 1 if options.gradient_as_bucket_view else 2,
             ),
             sends=gradients_all_reduced,
-            sharded=SHARDED_INSTEAD,
             implied=True,
-            best_for="whatever fits: sends the least, gathers nothing",
-            measured_as="ddp",
         ),
     ),
 )

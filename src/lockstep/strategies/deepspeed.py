@@ -74,7 +74,6 @@ STRATEGY = Strategy(
             sends=gradients_all_reduced,
             cells={"offload": NONE},
             title="deepspeed with zero_stage 0",
-            sharded={"zero1": "zero_stage 1, 2 and 3 do"},
         ),
         Variant(
             name="zero1",
@@ -85,8 +84,6 @@ STRATEGY = Strategy(
             ),
             sends=lambda update: update.traffic(gathers=1, reduces=2),
             title="deepspeed with zero_stage 1",
-            best_for="parameters and gradients fit, moments don't; existing DeepSpeed configs",
-            measured_as="ZeRO-1",
         ),
         Variant(
             name="zero2",
@@ -95,8 +92,6 @@ STRATEGY = Strategy(
             state=StateSharding("also gradients", gradients=True, optimizer=True, masters=True),
             sends=lambda update: update.traffic(gathers=1, reduces=2 * update.micro_batches),
             title="deepspeed with zero_stage 2",
-            best_for="as zero1, and gradients don't fit either",
-            measured_as="ZeRO-2",
         ),
         Variant(
             name="zero3",
@@ -113,8 +108,6 @@ STRATEGY = Strategy(
             ),
             sends=lambda update: update.traffic(gathers=2 * update.micro_batches, reduces=update.micro_batches),
             title="deepspeed with zero_stage 3",
-            best_for="as fsdp, for existing DeepSpeed configs, or with offloading to the host",
-            measured_as="ZeRO-3",
         ),
     ),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lockstep.strategies.fsdp import SHARDED_INSTEAD
 from lockstep.strategies.record import StateSharding, Strategy, Variant, nothing_sent, refused
 
 STRATEGY = Strategy(
@@ -21,7 +20,6 @@ STRATEGY = Strategy(
                 "one process; the first GPU holds everything, each other GPU a temporary copy of the parameters"
             ),
             sends=nothing_sent,
-            sharded=SHARDED_INSTEAD,
         ),
     ),
 )

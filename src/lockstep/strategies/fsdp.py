@@ -26,7 +26,6 @@ from lockstep.strategies.record import (
 from lockstep.strategies.section import Positive, Section
 
 Precise = Literal["fp32", "bf16", "fp16"]
-SHARDED_INSTEAD = {"fsdp": "fsdp with FULL_SHARD does", "fsdp-hybrid": "fsdp with HYBRID_SHARD does"}
 
 
 class FSDPPrecision(Section):
@@ -137,9 +136,7 @@ STRATEGY = Strategy(
             state=_sharded("everything is sharded; a block is gathered while it is used"),
             sends=_full_shard,
             title="fsdp with FULL_SHARD",
-            replicated="fsdp-hybrid",
-            best_for="what doesn't fit, on fast links; large models in general",
-            measured_as="fsdp FULL_SHARD",
+            replicated="parallel.fsdp.sharding_strategy: HYBRID_SHARD",
         ),
         Variant(
             name="fsdp-grad-op",
@@ -148,9 +145,7 @@ STRATEGY = Strategy(
             state=_sharded("as fsdp, but all blocks are gathered from forward to backward"),
             sends=_grad_op,
             title="fsdp with SHARD_GRAD_OP",
-            replicated="fsdp-hybrid-grad-op",
-            best_for="parameters fit, moments and gradients don't: saves the second all-gather",
-            measured_as="fsdp SHARD_GRAD_OP",
+            replicated="parallel.fsdp.sharding_strategy: _HYBRID_SHARD_ZERO2",
         ),
         Variant(
             name="fsdp-no-shard",
@@ -159,7 +154,6 @@ STRATEGY = Strategy(
             state=StateSharding("every rank holds everything"),
             sends=gradients_all_reduced,
             title="fsdp with NO_SHARD",
-            sharded=SHARDED_INSTEAD,
         ),
         Variant(
             name="fsdp-hybrid",
@@ -167,8 +161,6 @@ STRATEGY = Strategy(
             mesh="hybrid",
             state=_sharded("as fsdp, in each replica"),
             sends=_full_shard,
-            best_for="many machines: gathers within one, and only reduces between them",
-            measured_as="fsdp HYBRID_SHARD",
         ),
         Variant(
             name="fsdp-hybrid-grad-op",

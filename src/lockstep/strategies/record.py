@@ -170,11 +170,8 @@ class Variant:
         sends: The bytes that a rank sends in an update.
         cells: Features that differ from the strategy's.
         title: Its name in messages; empty: the strategy's name.
-        replicated: The variant that does the same with several replicas.
-        sharded: What to take instead where shards are requested and this has none: variant -> "fsdp does".
+        replicated: The option, `KEY: VALUE`, that does the same with several replicas; empty: there is none.
         implied: It needs no mention in the name of a product.
-        best_for: A line for docs/choosing.md; empty: it is left out there.
-        measured_as: Its row in benchmarks/results/strategies.json.
     """
 
     name: str
@@ -185,10 +182,7 @@ class Variant:
     cells: Mapping[str, Cell] = field(default_factory=dict)
     title: str = ""
     replicated: str = ""
-    sharded: Mapping[str, str] = field(default_factory=dict)
     implied: bool = False
-    best_for: str = ""
-    measured_as: str = ""
 
     @property
     def divides(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lockstep.strategies.fsdp import SHARDED_INSTEAD
 from lockstep.strategies.record import CPU, StateSharding, Strategy, Variant, nothing_sent
 
 STRATEGY = Strategy(
@@ -20,8 +19,6 @@ STRATEGY = Strategy(
             mesh="one process",
             state=StateSharding("one process holds everything"),
             sends=nothing_sent,
-            sharded=SHARDED_INSTEAD,
-            best_for="one CPU or GPU; the baseline for all others",
         ),
     ),
 )

@@ -63,10 +63,10 @@ if TYPE_CHECKING:
     from lockstep.core.records import Inputs
     from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
-    from lockstep.distributed.row_shards import RowShards
+    from lockstep.distributed.shard_boxes import RowShards
     from lockstep.models.meta_model import MetaModel
     from lockstep.models.model_tensors import ModelTensors
-    from lockstep.plan.grouping import Grouping
+    from lockstep.plan.optimizers import Grouping
     from lockstep.plan.plan import Machine, Plan
     from lockstep.sharding import ModelState
     from lockstep.training.parallelize import Parallelized

@@ -47,7 +47,7 @@ from lockstep.training.replicas import refuse_bad_state
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.config.numbers_sections import BadNumbers
+    from lockstep.config.training_sections import BadNumbers
     from lockstep.core.progress import Progress
     from lockstep.core.records import StepReport
     from lockstep.monitor.monitors import Monitors

@@ -22,11 +22,11 @@ from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
 from lockstep.checkpoint.storage import checkpoint_name
 from lockstep.config.writing import to_public
-from lockstep.core.collection import paused_collection
 from lockstep.core.deferred_signals import DEFERRAL
 from lockstep.core.errors import RunFailed
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase
+from lockstep.core.process_settings import paused_collection
 from lockstep.core.records import Request, SaveReport, TrainingState
 from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor.jsonl import finite

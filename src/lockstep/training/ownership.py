@@ -39,10 +39,10 @@ from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.trust import CONFIG, id_of_run
 from lockstep.config.writing import to_public
-from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
+from lockstep.core.terminal import command_line
 from lockstep.distributed.collectives import from_first_rank
 from lockstep.launch.forking import in_fork, may_fork
 from lockstep.monitor.folder import is_finished, is_run

@@ -19,7 +19,7 @@ from lockstep.core import heartbeat
 from lockstep.core.errors import Paused, ReplicasDiffer, RolledBack, RunFailed, Stopped, blames_a_peer
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
-from lockstep.distributed.timeouts import is_timeout
+from lockstep.distributed.process_group import is_timeout
 from lockstep.distributed.user_collectives import print_once
 from lockstep.resilience.notices import watched_notice
 from lockstep.resilience.signals import RunSignals, run_signals

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config.trust import approved
 from lockstep.core import checksums
-from lockstep.core.command_lines import command_line
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import exchanged, flush
+from lockstep.core.terminal import command_line
 from lockstep.monitor.folder import is_finished
 
 if TYPE_CHECKING:

@@ -1,10 +1,13 @@
-"""Reads environment variables and the command line, each as one more layer over the files.
+"""The layers of a config over its files: environment variables and the command line; later ones win, key by key.
 
-LOCKSTEP_OPTIM__LR=3e-4        optim.lr
---optim.lr 3e-4                optim.lr
---optim.lr=3e-4                optim.lr
-optim.lr=3e-4                  optim.lr
---model.compile                model.compile: true
+    recipe.yaml                optim: {lr: 1e-3, name: sgd}  ┐
+    more.yaml                  optim: {lr: 3e-4}             ├──>  optim: {lr: 1e-2, name: sgd}
+    LOCKSTEP_OPTIM__LR=3e-3                                  │
+    --optim.lr 1e-2, --optim.lr=1e-2, optim.lr=1e-2          ┘     --model.compile    true
+
+Mappings are merged; lists and single values are replaced. Where `kind` determines the keys (`model`, `data.train`), a
+later `kind` keeps the keys that both kinds have and leaves the others out, with a note. The same holds for keys that
+exclude each other: a later `run.epochs` replaces an earlier `run.steps`.
 """
 
 from __future__ import annotations
@@ -16,10 +19,74 @@ from functools import cache
 from lockstep.config import shape
 from lockstep.config.override import Override
 from lockstep.config.reading import Leaf, Node, Table, TableEntry, read_value
+from lockstep.config.shape import ValueShape
 from lockstep.core.errors import Problem
 from lockstep.strategies.registry import names
 
 PREFIX = "LOCKSTEP_"
+
+
+ALTERNATIVES: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("run",): ("steps", "samples", "tokens", "epochs"),
+    ("schedule",): ("warmup_steps", "warmup_ratio"),
+}
+"""Keys by section that exclude each other, since they set the same thing."""
+
+
+def merge(older: Table, newer: Table) -> tuple[Table, list[str]]:
+    """Return the merged tree, and a note for every key that a change of kind left out."""
+    notes: list[str] = []
+    return _tables(older, newer, shape.root(), (), notes), notes
+
+
+def _tables(older: Table, newer: Table, at: ValueShape, path: tuple[str, ...], notes: list[str]) -> Table:
+    older = _change_kind(older, newer, at, path, notes)
+    older = _change_alternative(older, newer, path, notes)
+    entries = dict(older.entries)
+    for key, entry in newer.entries.items():
+        before, node = entries.get(key), entry.node
+        inner = at.inside(key, newer if newer.get("kind") else older)
+        if before is not None and isinstance(before.node, Table):
+            if isinstance(node, Table):
+                node = _tables(before.node, node, inner, (*path, key), notes)
+            elif isinstance(node, Leaf) and node.value is None and inner.sections() and not inner.nullable:
+                node = before.node  # `optim:` with nothing under it sets nothing; null leaves out `early_stopping`
+        kept = before is not None and isinstance(node, Table)  # a mapping stays where it was first written
+        entries[key] = TableEntry(node, before.where if before and kept else entry.where)
+    return Table(entries, older.where or newer.where)
+
+
+def _change_kind(older: Table, newer: Table, at: ValueShape, path: tuple[str, ...], notes: list[str]) -> Table:
+    """Return the older layer without the keys that its kind has and the newer layer's doesn't; misspelled ones stay."""
+    before, after = older.get("kind"), newer.get("kind")
+    if not at.kinds or not isinstance(before, Leaf) or not isinstance(after, Leaf) or before.value == after.value:
+        return older
+    section, replaced = at.select(newer), at.select(older)
+    if section is None or replaced is None:
+        return older  # validation reports the wrong kind
+    known, of_replaced = shape.fields(section), shape.fields(replaced)
+    if lost := [key for key in older.entries if key in of_replaced and key not in known]:
+        name = ".".join(path)
+        keys = ", ".join(f"{name}.{key}" for key in lost)
+        by = f" ({after.where})" if after.where else ""
+        notes.append(f"{name}.kind is now {after.value}{by}; left out, as only {before.value} has them: {keys}")
+    return Table({key: entry for key, entry in older.entries.items() if key not in lost}, older.where)
+
+
+def _change_alternative(older: Table, newer: Table, path: tuple[str, ...], notes: list[str]) -> Table:
+    """Return the older layer without what the newer one sets by another key."""
+    ways = ALTERNATIVES.get(path, ())
+    given = [way for way in ways if _has_value(newer, way)]
+    lost = [way for way in ways if given and way not in newer.entries and _has_value(older, way)]
+    for way in lost:
+        entry = newer.entries[given[0]]
+        notes.append(f"{path[0]}.{given[0]} ({entry.node.where}) replaces {path[0]}.{way}")
+    return Table({key: entry for key, entry in older.entries.items() if key not in lost}, older.where)
+
+
+def _has_value(table: Table, key: str) -> bool:
+    node = table.get(key)
+    return node is not None and not (isinstance(node, Leaf) and node.value is None)
 
 
 def from_flags(overrides: Sequence[str | Override], beneath: Table) -> tuple[Table, list[Problem]]:
@@ -51,7 +118,6 @@ def from_environment(environ: Mapping[str, str], beneath: Table) -> tuple[Table,
 
 @cache
 def _flat_keys(strategies: tuple[str, ...]) -> Mapping[str, tuple[str, ...]]:
-    """Return the paths of all keys, by what their variables would be with one underscore."""
     return {"_".join(path).upper(): path for path in shape.all_keys() if len(path) > 1 and "NAME" not in path}
 
 
