@@ -18,11 +18,10 @@ from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Recovery
 from lockstep.core.errors import ConfigError, Failure, ReplicasDiffer, RunFailed, Stopped
 from lockstep.core.ranks import RankEnvironment
-from lockstep.launch import group, meeting, starting
-from lockstep.launch.host_rounds import FollowerRounds, LeaderRounds
-from lockstep.launch.hosts import Hosts
+from lockstep.launch import group, rendezvous, starting
+from lockstep.launch.agent import FollowerRounds, Hosts, LeaderRounds
 from lockstep.launch.local import launch, may_fork
-from lockstep.launch.meeting import connected_hosts
+from lockstep.launch.rendezvous import connected_hosts
 from lockstep.launch.supervision import Rounds, Supervisor
 
 
@@ -50,7 +49,7 @@ def host_acts(
 ) -> int:
     """Launch the ranks of one of several hosts; rank N of all performs script[N]. Return the exit code."""
     if versions is not None:
-        meeting.versions = lambda: versions
+        rendezvous.versions = lambda: versions
     group._GRACE, group._SETTLE, group._SETTLE_PEER = 0.5, 0.2, 4.0
     launch_section = Launch(**section)
     try:
@@ -92,7 +91,7 @@ def host_rounds(
             rounds: Rounds = FollowerRounds(hosts, wait, lambda folder, decision: entry())
             if hosts.leads:
                 supervisor = Supervisor(Recovery(), lambda: 0, next_round)
-                rounds = LeaderRounds(hosts, supervisor, wait, hosts.elastic, Path("run"), lambda entry: {})
+                rounds = LeaderRounds(hosts, supervisor, wait, Path("run"), lambda entry: {})
                 hosts.open_folder(Path("run"), {})
             elif hosts.wait_for_folder() is None:
                 return 0

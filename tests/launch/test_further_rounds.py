@@ -16,10 +16,10 @@ from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Recovery
 from lockstep.core.errors import RunFailed
 from lockstep.core.failure_kinds import FailureKind
+from lockstep.launch.agent import LeaderRounds
 from lockstep.launch.ends import End
 from lockstep.launch.ends_file import read_ends
 from lockstep.launch.group import SignalRequests
-from lockstep.launch.host_rounds import LeaderRounds
 from lockstep.launch.local import _unless_stopped, launch, result_of
 from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.starting import Ranks, Round
@@ -28,7 +28,7 @@ from lockstep.launch.supervision import Supervisor
 if TYPE_CHECKING:
     from conftest import ForkServer
 
-    from lockstep.launch.hosts import Hosts
+    from lockstep.launch.agent import Hosts
 
 NO_PROCESSES = "[Errno 11] Resource temporarily unavailable"
 KILLED = ["deaf,sleep:30", "kill:9"]
@@ -73,8 +73,8 @@ TAKEN = "/run belongs to another run now"
 def test_no_ranks_start_where_another_run_is_now(kind: FailureKind, pauses: bool, ended: FailureKind) -> None:
     """After a failure, and after hosts have paused their ranks for another one."""
     supervisor = Supervisor(Recovery(restarts=1), lambda: 7, lambda: lambda: 0, taken=lambda: TAKEN)
-    hosts = cast("Hosts", SimpleNamespace(pauses=pauses, has_gone=False))
-    rounds = LeaderRounds(hosts, supervisor, 0.0, elastic=True, folder=Path("/run"), decision=lambda entry: {})
+    hosts = cast("Hosts", SimpleNamespace(pauses=pauses, elastic=True))
+    rounds = LeaderRounds(hosts, supervisor, 0.0, folder=Path("/run"), decision=lambda entry: {})
     result = LaunchResult(kind, "rank 0 has ended")
     assert rounds.next_entry([End(kind, "", 0.0)], result) is None
     assert rounds.concluded(result) == LaunchResult(ended, f"rank 0 has ended\n{TAKEN}: its ranks don't start again")

@@ -34,14 +34,14 @@ from lockstep.launch.ends import End, end_of_process, while_reading
 
 if TYPE_CHECKING:
     from lockstep.core.heartbeat import Heartbeat
+    from lockstep.launch.agent import Hosts
     from lockstep.launch.hang_watch import HangWatch
-    from lockstep.launch.hosts import Hosts
 
 _SETTLE = 1.0  # seconds for the other ranks to report how they fail, once one has
 _SETTLE_PEER = 5.0  # the same while only consequences are known: the cause may be a rank that is still unwinding
 _SETTLE_TIMEOUT = 0.1  # part of a collective's timeout: a rank that began to wait later times out later
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL, if the run has failed anyway
-_GRACE_SILENT = 1.0  # the same after a timeout, or a wait for a silent host: no rank has an error left to report
+_GRACE_SILENT = 1.0  # the same after a timeout or the loss of a host: no rank has an error left to report
 _HANGS = 20.0  # seconds after which a launcher hangs that hasn't ended its ranks, and should have
 _SAME_REQUEST = 0.5  # seconds: signals this close are one request (timeout(1) and shells signal process and group)
 _ORDERLY = {FailureKind.STOPPED, FailureKind.PAUSED}
@@ -244,7 +244,7 @@ def watch(
         for member in living:
             member.update()
         if hosts is not None:
-            hosts.update(requests)
+            hosts.update()
             _publish(members, requests, hosts)
             if hosts.pause_is_due():
                 _stop(1, living, deadlines, patience)
@@ -263,18 +263,16 @@ def watch(
             deadlines.kill = min(deadlines.kill, time.monotonic() + _GRACE)
         ends = _ends(members, hosts)
         _set_deadlines(ends, deadlines, patience, hosts.size if hosts is not None else len(members))
-        _enforce(living, deadlines, _grace(ends, hosts))
+        _enforce(living, deadlines, _grace(ends))
         if hosts is not None:
             _give_up_others([member.ended for member in members], hosts, deadlines, patience, stops)
     return [end for _, end in sorted(_ends(members, hosts).items())]
 
 
-def _grace(ends: Mapping[int, End], hosts: Hosts | None) -> float:
+def _grace(ends: Mapping[int, End]) -> float:
     """Return the seconds between SIGTERM and SIGKILL."""
-    is_silent = hosts is not None and hosts.is_cut_off
-    if is_silent or any(end.kind is FailureKind.TIMED_OUT for end in ends.values()):
-        return min(_GRACE, _GRACE_SILENT)
-    return _GRACE
+    has_waited = any(end.kind in (FailureKind.TIMED_OUT, FailureKind.LOST) for end in ends.values())
+    return min(_GRACE, _GRACE_SILENT) if has_waited else _GRACE
 
 
 def _timeout(deadlines: _Deadlines, hangs: HangWatch | None) -> float | None:

@@ -15,7 +15,7 @@ broken connection as the failure every time; a rank that ended by KeyboardInterr
 forever; and its tee takes rank 0's terminal away. Exit codes and first causes are what users see of a launcher, so
 Lockstep has its own (`group`, `ends`). An elastic agent would be a layer above, and start `rank.run_rank` on each node.
 
-Ranks of several hosts are started by a launcher on each (`hosts`), which knows how the others' ranks end.
+Ranks of several hosts are started by a launcher on each (`agent`), which knows how the others' ranks end.
 
 Ranks of one machine use loopback. The launcher itself binds the store's port and passes the listening socket to rank 0
 (see `core.ranks`): no other launch can take the port in between, and no other machine can reach the store.
@@ -49,13 +49,12 @@ from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.ranks import LAUNCHER, RankEnvironment, started_by_lockstep
 from lockstep.core.stopping import handled_signals, stop_code
 from lockstep.launch import streams
+from lockstep.launch.agent import FollowerRounds, Hosts, LeaderRounds, State
 from lockstep.launch.devices import check_ranks
 from lockstep.launch.ends import End, describe, first_cause, with_cause
 from lockstep.launch.ends_file import append_ends, gist
 from lockstep.launch.forking import may_fork
 from lockstep.launch.group import SignalRequests, watch
-from lockstep.launch.host_rounds import FollowerRounds, LeaderRounds
-from lockstep.launch.hosts import Hosts
 from lockstep.launch.last_words import all_with_last_words, size_of_stderr
 from lockstep.launch.other_launchers import (
     read_at_start,
@@ -203,7 +202,7 @@ def _not_started(
     if job.hosts is not None and not job.hosts.leads:
         job.hosts.fail(failed.kind, str(failure))
         ended = job.hosts.wait_for_result(requests)
-        return failed if job.hosts.lost_leader else ended
+        return failed if job.hosts.state is State.CUT_OFF else ended
     return failed
 
 
@@ -338,7 +337,7 @@ def _unless_stopped(
     if cause is None or stop is None or result.cut_off:
         return result
     if job.hosts is not None and not job.hosts.leads:
-        starts_again = bool(job.hosts.lost_leader) and isinstance(rounds, FollowerRounds) and rounds.wait > 0
+        starts_again = job.hosts.state is State.CUT_OFF and isinstance(rounds, FollowerRounds) and rounds.wait > 0
         if not starts_again:
             return result
     at_once = "at once by a second signal, " if requests.stops > 1 else "by "

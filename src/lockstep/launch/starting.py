@@ -35,10 +35,10 @@ from lockstep.core.ranks import ADDRESS, LAUNCHER, NODES, RankEnvironment
 from lockstep.core.safe_path import safe_interpreters
 from lockstep.core.stopping import blocked_signals
 from lockstep.launch import streams
+from lockstep.launch.agent import Hosts
 from lockstep.launch.devices import threads_per_rank
 from lockstep.launch.group import RankProcess, SignalRequests
 from lockstep.launch.hang_watch import HangWatch, LearnedTimes
-from lockstep.launch.hosts import Hosts
 from lockstep.launch.other_launchers import interface_variables, set_environment
 from lockstep.launch.outcome import print_on_stderr
 from lockstep.launch.rank import RankTask, run_rank

@@ -40,7 +40,7 @@ _ADVICE = {
 
 
 class Rounds(Protocol):
-    """The further rounds of a launch: those of a `Supervisor`, or of several hosts (`host_rounds`)."""
+    """The further rounds of a launch: those of a `Supervisor`, or of several hosts (`agent`)."""
 
     def next_entry(self, ends: Sequence[End], result: LaunchResult) -> Callable[[], int] | None: ...
     def concluded(self, result: LaunchResult) -> LaunchResult: ...

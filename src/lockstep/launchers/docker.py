@@ -27,7 +27,7 @@ from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import echo, plain
-from lockstep.launch.meeting import TOKEN
+from lockstep.launch.rendezvous import TOKEN
 from lockstep.launchers.mounts import Mount, mount_problems
 from lockstep.launchers.tools import (
     as_comment,

@@ -26,7 +26,7 @@ from typing import Any
 from lockstep.core.errors import ConfigError, Paused, RunFailed
 from lockstep.core.stopping import handled_signals, stop_at_once
 from lockstep.core.terminal import echo, plain
-from lockstep.launch.meeting import TOKEN
+from lockstep.launch.rendezvous import TOKEN
 
 _POLL_S = 0.5
 _NOTED_S = 2.0

@@ -30,7 +30,7 @@ from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import HostOptions, JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.nodes import checked_address
 from lockstep.core.processes import started
-from lockstep.launch.meeting import TOKEN
+from lockstep.launch.rendezvous import TOKEN
 from lockstep.launchers.ssh_run import SshHost, SshRun, rendezvous_of
 from lockstep.launchers.tools import own_program, variable_problems, write_files
 from lockstep.strategies.section import Section

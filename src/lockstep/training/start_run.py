@@ -24,10 +24,9 @@ from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.stopping import blocked_signals, undo_on_stop
 from lockstep.core.terminal import echo
+from lockstep.launch.agent import Hosts, LeaderRounds
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.ends_file import append_ends, last_step
-from lockstep.launch.host_rounds import LeaderRounds
-from lockstep.launch.hosts import Hosts
 from lockstep.launch.local import launch
 from lockstep.launch.memory_folder import MemoryFolder
 from lockstep.launch.outcome import LaunchResult
@@ -389,7 +388,7 @@ def _rounds(job: Job, sizes: SmallerBatches, folder: RunFolder, hosts: Hosts | N
     if not hosts.recovers:
         return None
     wait = job.config.recovery.host_wait
-    return LeaderRounds(hosts, _supervisor(sizes, folder), wait, hosts.elastic, sizes.folder, decision_of)
+    return LeaderRounds(hosts, _supervisor(sizes, folder), wait, sizes.folder, decision_of)
 
 
 def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:
