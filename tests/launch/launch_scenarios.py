@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Recovery
-from lockstep.core.errors import ConfigError, Failure, ReplicasDiffer, RunFailed, Stopped
+from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
 from lockstep.core.ranks import RankEnvironment
 from lockstep.launch import group, rendezvous, starting
 from lockstep.launch.agent import FollowerRounds, Hosts, LeaderRounds
@@ -235,10 +235,6 @@ def _stop(value: str, me: RankEnvironment) -> None:
     raise Stopped(value)
 
 
-def _differ(value: str, me: RankEnvironment) -> None:
-    raise ReplicasDiffer("copies differ", (int(value),) if value else ())
-
-
 def _quit(value: str, me: RankEnvironment) -> None:
     sys.exit(value)
 
@@ -344,7 +340,6 @@ _VERBS = {
     "config": _config,
     "give-up": _give_up,
     "stop": _stop,
-    "differ": _differ,
     "quit": _quit,
     "kill": _kill,
     "stop-launcher": _stop_launcher,

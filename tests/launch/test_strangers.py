@@ -137,7 +137,7 @@ def test_a_connection_is_passed_on_whole_at_the_pace_of_its_reader() -> None:
 
 
 async def _passed_on(size: int) -> tuple[int, int]:
-    """Send through two joined connections to a slow reader; return the bytes read, and those sent before it read anything."""
+    """Send through two joined connections to a slow reader; return the bytes read, and those sent before that."""
     loop = asyncio.get_running_loop()
     sent = 0
 

@@ -99,9 +99,8 @@ def refusal_of(hellos: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> s
     there = {"--nodes": new["nodes"], **new["versions"], **new["settings"]}
     names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
     if names:
-        values = {
-            name: f"{name} ({there.get(name)}, not {here.get(name)})" for name in ("--nodes", *leader["versions"])
-        }
+        with_values = ("--nodes", *leader["versions"])
+        values = {name: f"{name} ({there.get(name)}, not {here.get(name)})" for name in with_values}
         shown = [values.get(name, name) for name in names[:_MAX_KEYS]]
         more = f" and {len(names) - _MAX_KEYS} more" if len(names) > _MAX_KEYS else ""
         return (
