@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -101,62 +102,41 @@ def start(plan: LaunchPlan, record: Mapping[str, Any], values: Mapping[str, Any]
     """
     job = job_named(record["job"])
     echo(f"starting AWS job {job.identifier}", file=sys.stderr, flush=True)  # by which it can be canceled
-    starting = _Starting(AwsCalls(job.region, record["profile"]), job, {**values})
-    with undo_on_stop(starting.undo_in_handler):
+    aws = AwsCalls(job.region, record["profile"])
+
+    def make(words: Sequence[str]) -> None:
+        service, operation, given = from_command(words)
+        filled = {name: values[given[name]] for name in _FILLED if name in given}
+        aws.call(service, operation, **{**given, **filled})
+
+    def undo() -> str:
+        try:  # with new clients: a signal may have interrupted a call of the others
+            remove(AwsCalls(job.region, aws.profile), job, settle=True)
+        except Failure as failure:
+            return f"; {failure}"
+        return ""
+
+    make(plan.commands[0])  # asks for the bucket, and changes nothing
+    with undo_on_stop(lambda: write_stderr(f"what was created is removed{undo()}")):
         try:
-            starting.make_calls(plan.commands)
-            starting.wait_for_instances(int(record["nodes"]))
+            for words in plan.commands[1:]:
+                make(words)
+            _wait_for_instances(aws, job, int(record["nodes"]))
         except BaseException as error:
-            starting.undo(error)
+            if left := undo():
+                raise RunFailed(f"{error or type(error).__name__}{left}") from error
             raise
 
 
-class _Starting:
-    """A job that is being started."""
+def _wait_for_instances(aws: AwsCalls, job: AwsJob, wanted: int) -> None:
+    def are_there() -> bool:
+        listed = instances(aws, job)
+        if ended := [each for each in listed if _state(each) in _ENDED]:
+            raise RunFailed(f"an instance has ended while it was started: {_reason(ended[0]) or 'no reason given'}")
+        return sum(_state(each) == "running" for each in listed) >= wanted
 
-    def __init__(self, aws: AwsCalls, job: AwsJob, values: dict[str, Any]) -> None:
-        self._aws = aws
-        self._job = job
-        self._values = values
-        self._has_asked = False
-
-    def make_calls(self, commands: Sequence[Sequence[str]]) -> None:
-        for service, operation, given in map(from_command, commands):
-            self._has_asked |= operation != "head_bucket"
-            filled = {name: self._values[given[name]] for name in _FILLED if name in given}
-            self._aws.call(service, operation, **{**given, **filled})
-
-    def wait_for_instances(self, wanted: int) -> None:
-        def are_there() -> bool:
-            listed = instances(self._aws, self._job)
-            ended = [each for each in listed if _state(each) in _ENDED]
-            if ended:
-                raise RunFailed(f"an instance has ended while it was started: {_reason(ended[0]) or 'no reason given'}")
-            return sum(_state(each) == "running" for each in listed) >= wanted
-
-        if not wait_until(are_there, _RUNNING_S, _POLL_S):
-            raise RunFailed(
-                f"the {wanted} instances are not running after {_RUNNING_S:g} s; try again, or another --type"
-            )
-
-    def undo(self, error: BaseException) -> None:
-        """Remove what was created; if that fails, too, the sentence has both reasons."""
-        try:
-            self._remove()
-        except Failure as second:
-            raise RunFailed(f"{error or type(error).__name__}; {second}") from error
-
-    def undo_in_handler(self) -> None:
-        write_stderr("removing what was created")
-        try:
-            self._remove()
-        except Failure as failure:
-            write_stderr(str(failure))
-
-    def _remove(self) -> None:
-        """Remove what was created, with new clients: a signal may have interrupted a call of the others."""
-        if self._has_asked:
-            remove(AwsCalls(self._job.region, self._aws.profile), self._job, settle=True)
+    if not wait_until(are_there, _RUNNING_S, _POLL_S):
+        raise RunFailed(f"the {wanted} instances are not running after {_RUNNING_S:g} s; try again, or another --type")
 
 
 # --- instances, and the end of all that is paid for -----------------------------------------------------------------
@@ -362,12 +342,8 @@ class FollowedJob:
             if self._code is not None:
                 return AwsState(f"{name}: ended with exit code {self._code}", self._code, {}, (), 0)
             if self._objects.record() is None:
-                raise ConfigError(
-                    f"AWS has nothing of job {self.job.identifier}: it has ended, and everything was removed, or it "
-                    "was never launched"
-                )
-            rest = f"{self.job.cancel_line} removes the rest"
-            return AwsState(f"{name}: no instance was started, or all are long gone; {rest}", None, {}, (), 0)
+                raise ConfigError(f"AWS has nothing of job {self.job.identifier}: everything was removed")
+            return AwsState(f"{name}: has no instance; {self.job.cancel_line} removes the rest", None, {}, (), 0)
         states = Counter(_state(each) for each in listed)
         text = f"{name}: instances {', '.join(f'{number} {state}' for state, number in states.items()) or 'gone'}"
         live = sum(_state(each) != "terminated" for each in listed)
@@ -386,10 +362,7 @@ class FollowedJob:
         if record is None:
             state = self.state()
             if state.code is None:
-                raise ConfigError(
-                    f"{state.text}; its record is missing in {self.job.place}, so it can't be followed: "
-                    f"{self.job.cancel_line} ends it"
-                )
+                raise ConfigError(f"{state.text}; {self.job.place}/job.json is missing: {self.job.cancel_line} ends it")
             echo(state.text, file=sys.stderr)
             return state.code
         state, code = self._wait_for_end(record, patience)
@@ -450,16 +423,16 @@ class FollowedJob:
         """Print the end of the log of another instance than 0 that has failed, or of a console if there is no log."""
         failed = next((node for node, its_code in state.ends.items() if its_code), 0)
         if failed and not state.ends.get(0):
-            text = plain((folder / "launch" / f"node-{failed}.log").read_text(errors="replace"))
-            _show_end(f"the log of instance {failed}", text)
-        silent = [node for node in range(len(state.listed)) if node not in state.ends] if code else []
-        if silent:
-            name = str(state.listed[silent[0]]["InstanceId"])
-            try:
-                text = str(self._aws.call("ec2", "get_console_output", InstanceId=name).get("Output") or "")
-            except Failure:
-                text = ""
-            _show_end(f"the console of instance {silent[0]}, {name},", plain(text) or "(EC2 has none of it)")
+            _show_end(
+                f"the log of instance {failed}",
+                (folder / "launch" / f"node-{failed}.log").read_text("utf-8", "replace"),
+            )
+        silent = next((node for node in range(len(state.listed)) if node not in state.ends), None)
+        if code and silent is not None:
+            name, text = str(state.listed[silent]["InstanceId"]), ""
+            with suppress(Failure):
+                text = self._aws.call("ec2", "get_console_output", InstanceId=name).get("Output", "")
+            _show_end(f"the console of instance {silent}, {name},", text or "(EC2 has none of it)")
 
     def _fetch(self, folder: Path, nodes: int) -> None:
         """Fetch the results; if that fails, end what is paid by the hour, and keep them. Raises RunFailed."""
@@ -515,5 +488,5 @@ class FollowedJob:
 
 
 def _show_end(what: str, text: str) -> None:
-    lines = [f"--- {what} ends with:", *text.splitlines()[-_SHOWN_LINES:]]
+    lines = [f"--- {what} ends with:", *plain(text).splitlines()[-_SHOWN_LINES:]]
     echo("\n".join(lines), file=sys.stderr, flush=True)
