@@ -103,7 +103,7 @@ def test_a_web_server_which_waits_for_a_request_is_an_error_at_once(monkeypatch:
 def test_the_command_notes_it_in_the_first_seconds(tmp_path: Path) -> None:
     rows = [
         ("hots-0:29500", "the name hots-0 can't be resolved"),
-        ("10.99.0.1:29500", "10.99.0.1:29500 isn't reached from here (Network is unreachable)"),
+        ("10.99.0.1:29500", "10.99.0.1:29500 isn't reached: Network is unreachable"),
     ]
     with network(2, tmp_path) as net:
         quick = {"RES_OPTIONS": "attempts:1 timeout:1"}  # no name server is there

@@ -15,7 +15,6 @@ import os
 import re
 import secrets
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,6 +32,7 @@ from lockstep.launchers.tools import (
     as_comment,
     as_yaml,
     execute,
+    follow_until_end,
     job_name,
     node_problems,
     program_words,
@@ -112,19 +112,17 @@ class DockerLauncher:
 
     def follow(self, job: LaunchedJob) -> int:
         """Print the log of node 0 until all nodes have ended."""
-        status, shown, since = _state(job), "", "0"
-        while True:
-            if status.text != shown:
-                shown = status.text
-                echo(shown, file=sys.stderr, flush=True)
+        _state(job)
+        since = "0"
+
+        def print_new(status: JobStatus) -> None:
+            nonlocal since
             if not _is_kept(job):
                 _print_log(job.number, since)
                 since = str(time.time())
-            if status.code is not None:
-                _finished(job, status)
-                return status.code
-            time.sleep(_POLL_S)
-            status = _state(job, canceled=True)
+            _finished(job, status)
+
+        return follow_until_end(lambda: _state(job, canceled=True), print_new, _POLL_S)
 
     def cancel(self, job: LaunchedJob) -> None:
         """Stop the containers: the ranks save within the grace period."""

@@ -15,7 +15,6 @@ import secrets
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -28,7 +27,7 @@ from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import echo, plain
 from lockstep.launchers.kubernetes_manifests import TOKEN, KubernetesOptions, check, documents, text_of, workdir
-from lockstep.launchers.tools import Patience, execute, job_name, write_files
+from lockstep.launchers.tools import Patience, execute, follow_until_end, job_name, write_files
 
 _NOT_HERE = "install it, with a context for your cluster; --dry-run prints the manifests anywhere"
 _LABEL = "batch.kubernetes.io/job-name={}"  # by which its pods are selected
@@ -95,21 +94,17 @@ class KubernetesLauncher:
     def follow(self, job: LaunchedJob) -> int:
         """Print the log of the first pod, and of those that replace it, until the job has ended."""
         target = _named(job.number)
+        begun = [_ask(target)]
         printed, patience = _PodLogs(target), Patience(job.number, "kubernetes", _PATIENCE_S)
-        state, shown = _ask(target), ""
-        while True:
-            if state.text != shown:
-                shown = state.text
-                echo(shown, file=sys.stderr, flush=True)
-            printed.print_new(state)
-            if state.code is not None:
-                return state.code
-            time.sleep(_POLL_S)
-            try:
-                state = patience.ask(lambda: _ask(target), _POLL_S)
-            except ConfigError:
-                echo(f"Kubernetes {target.identifier}: deleted", file=sys.stderr)
-                return Stopped.exit_code
+
+        def ask() -> _ClusterJob:
+            return begun.pop() if begun else patience.ask(lambda: _ask(target), _POLL_S)
+
+        try:
+            return follow_until_end(ask, printed.print_new, _POLL_S)
+        except ConfigError:
+            echo(f"Kubernetes {target.identifier}: deleted", file=sys.stderr)
+            return Stopped.exit_code
 
     def cancel(self, job: LaunchedJob) -> None:
         """Delete the job: its pods get SIGTERM, and the time to save; what belongs to it goes with it."""

@@ -19,7 +19,6 @@ import secrets
 import shlex
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -34,6 +33,7 @@ from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.terminal import echo, plain
 from lockstep.launchers.tools import (
     Patience,
+    follow_until_end,
     job_name,
     node_problems,
     own_program,
@@ -189,20 +189,19 @@ class RayLauncher:
     def follow(self, job: LaunchedJob) -> int:
         """Print the job's output until it has ended."""
         client, name = _named(job.number)
-        output, shown, patience = JobOutput(), "", Patience(job.number, "ray")
-        while True:
-            with patience:
-                status = _status(client, name)
-                if status.text != shown:
-                    shown = status.text
-                    echo(shown, file=sys.stderr, flush=True)
-                with _answers(name):
-                    if status.code is None:
-                        asyncio.run(_print_tail(client, name, output))
-                    else:
-                        output.print_new(client.get_job_logs(name) + "\n", 0)
-                        return status.code
-            time.sleep(_POLL_S)
+        output, patience = JobOutput(), Patience(job.number, "ray")
+
+        def read(status: JobStatus) -> None:
+            with _answers(name):
+                if status.code is None:
+                    asyncio.run(_print_tail(client, name, output))
+                else:
+                    output.print_new(client.get_job_logs(name) + "\n", 0)
+
+        def print_new(status: JobStatus) -> None:
+            patience.ask(lambda: read(status), _POLL_S)
+
+        return follow_until_end(lambda: patience.ask(lambda: _status(client, name), _POLL_S), print_new, _POLL_S)
 
     def cancel(self, job: LaunchedJob) -> None:
         """Stop the job: its driver gets SIGTERM, and the nodes save and stop within its grace."""
