@@ -107,11 +107,11 @@ def host_rounds(
 
 
 def _fail_after_first_round(hosts: Hosts) -> None:
-    begin, starting._PAUSES_S = starting.Round.begin, ()
+    begin = starting.Round.begin
 
     def refusing(job: starting.Ranks, **options: Any) -> starting.Round:
         if hosts.round > 1:
-            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            raise RunFailed(f"its ranks can't be started: {OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))}")
         return begin(job, **options)
 
     starting.Round.begin = refusing  # type: ignore[method-assign]

@@ -78,7 +78,7 @@ def test_a_host_that_cannot_start_its_ranks_again_states_why(fork_server: ForkSe
     scripts = [["sleep:60", "kill:9"], ["sleep:60"] * 2]
     first, second = [hosts.start_rounds(node, scripts, fails=node == 1) for node in range(2)]
     assert [first.wait(), second.wait()] == [1, 1]
-    reason = "its ranks can't be started again: [Errno 11] Resource temporarily unavailable"
+    reason = "its ranks can't be started: [Errno 11] Resource temporarily unavailable"
     assert second.err.splitlines()[-1] == reason
     assert f"host {HOST}: {reason}" in first.err
 

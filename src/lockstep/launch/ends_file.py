@@ -134,17 +134,8 @@ def gist(text: str) -> str:
         raised = next((line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")), "")
         lines[0] = raised if starts[0] == 0 else f"{lines[0]} {raised}"
     elif lines[0].endswith(":"):
-        lines[0] = _in_one_line(lines[0], [line.strip() for line in lines[1:] if line.strip()])
+        lines[0] = f"{lines[0]} {'; '.join(line.strip() for line in lines[1:] if line.strip())}"
     return lines[0][:_LONGEST]
-
-
-def _in_one_line(head: str, parts: Sequence[str]) -> str:
-    """Return a head and what follows it, as many whole parts as a text may be long, and at least the first."""
-    for number in range(len(parts), 0, -1):
-        text = f"{head} {'; '.join(parts[:number])}{'; and others' * (number < len(parts))}"
-        if len(text) <= _LONGEST:
-            return text
-    return f"{head} {parts[0]}" if parts else head
 
 
 def read_ends(logs: Path) -> list[LaunchEnds]:

@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -223,13 +223,8 @@ def watch(
     patience: float,
     hosts: Hosts | None = None,
     hangs: HangWatch | None = None,
-    between: Callable[[], None] | None = None,
 ) -> list[End]:
-    """Wait until all ranks have ended, and end those of this host when they must; return how all ended, by rank.
-
-    Args:
-        between: Called after each look, until a rank fails.
-    """
+    """Wait until all ranks have ended, and end those of this host when they must; return how all ended, by rank."""
     deadlines = _Deadlines()
     stops = 0
     while (living := [member for member in members if member.ended is None]) or not _others_have_ended(hosts):
@@ -250,8 +245,6 @@ def watch(
                 _stop(1, living, deadlines, patience)
         if hangs is not None:
             hangs.look(members)
-        if between is not None and not any(member.ended or member.reported for member in members) and not stops:
-            between()
         if requests.saves > requests.passed_saves:
             requests.passed_saves = requests.saves
             for member in living:

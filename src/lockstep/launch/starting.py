@@ -10,7 +10,6 @@ import contextlib
 import copyreg
 import gc
 import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
 import signal
@@ -19,8 +18,6 @@ import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd, ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,23 +27,21 @@ from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Watchdog
 from lockstep.core.closed_streams import open_closed_streams
 from lockstep.core.errors import ConfigError, Problem, RunFailed, message_of
-from lockstep.core.heartbeat import Heartbeat, shared_heartbeat
+from lockstep.core.heartbeat import shared_heartbeat
 from lockstep.core.ranks import ADDRESS, LAUNCHER, NODES, RankEnvironment
 from lockstep.core.safe_path import safe_interpreters
 from lockstep.core.stopping import blocked_signals
 from lockstep.launch import streams
 from lockstep.launch.agent import Hosts
 from lockstep.launch.devices import threads_per_rank
-from lockstep.launch.group import RankProcess, SignalRequests
+from lockstep.launch.group import RankProcess
 from lockstep.launch.hang_watch import HangWatch, LearnedTimes
 from lockstep.launch.other_launchers import interface_variables, set_environment
-from lockstep.launch.outcome import print_on_stderr
 from lockstep.launch.rank import RankTask, run_rank
 
 _MAX_REASON_LENGTH = 300  # characters
 _REASONS = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)
 _LOOPBACK = "127.0.0.1"
-_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # between tries to start the ranks of a further round
 
 
 class SentEntry:
@@ -161,7 +156,7 @@ class Round:
 
     @classmethod
     def begin(cls, job: Ranks) -> Round:
-        """Start the ranks of a round."""
+        """Start the ranks of a round. Raises RunFailed where they can't be, for lack of descriptors for example."""
         hangs = None
         if job.watchdog is not None and job.watchdog.enabled:
             beats = [shared_heartbeat() for _ in range(job.ranks)]
@@ -174,8 +169,10 @@ class Round:
                     _start(job, listener, begun)
                 finally:
                     gc.unfreeze()
-        except BaseException:
+        except BaseException as error:
             begun.close()
+            if isinstance(error, OSError):
+                raise RunFailed(f"its ranks can't be started: {message_of(error)}") from error
             raise
         return begun
 
@@ -188,40 +185,6 @@ class Round:
             member.end(signal.SIGKILL)
         for member in self.members:
             member.close()
-
-
-class NotStarted(RunFailed):
-    """The ranks of a further round can't be started."""
-
-
-def begin_first(job: Ranks) -> Round:
-    """Start the ranks of the first round. Raises RunFailed where they can't be, for lack of descriptors for example."""
-    try:
-        return Round.begin(job)
-    except OSError as error:
-        raise RunFailed(f"its ranks can't be started: {message_of(error)}") from error
-
-
-def begin_again(job: Ranks, requests: SignalRequests) -> Round:
-    """Start the ranks of a further round; try again for a while, until a stop is requested.
-
-    The round before may have left a machine that lacks memory or processes, or processes that hold the port.
-
-    Raises:
-        NotStarted: They can't be started.
-    """
-    for number, pause in enumerate((*_PAUSES_S, None)):
-        try:
-            return Round.begin(job)
-        except (OSError, ConfigError) as error:
-            if pause is None or requests.stops:
-                raise NotStarted(f"its ranks can't be started again: {message_of(error)}") from error
-            if number == 0:
-                seconds = sum(_PAUSES_S)
-                print_on_stderr(f"lockstep: its ranks can't start yet: {message_of(error)}; trying for {seconds:g} s")
-        requests.drain()
-        multiprocessing.connection.wait([requests.fileno()], pause)
-    raise AssertionError("the last try returns or raises")
 
 
 def _start(job: Ranks, listener: socket.socket | None, begun: Round) -> None:
@@ -247,19 +210,9 @@ def _start(job: Ranks, listener: socket.socket | None, begun: Round) -> None:
         with set_environment(variables), safe_interpreters():
             process.start()
         rank_channel.close()
-        begun.members.append(_observed(process, channel, beats))
+        begun.members.append(RankProcess(process, channel, beats))
     if stdin is not None:
         os.close(stdin)
-
-
-def _observed(process: BaseProcess, channel: Connection, beats: Heartbeat | None) -> RankProcess:
-    """Return a rank that was started; kill it if it can't be watched, for lack of descriptors."""
-    try:
-        return RankProcess(process, channel, beats)
-    except OSError:
-        process.kill()
-        process.join()
-        raise
 
 
 @contextlib.contextmanager

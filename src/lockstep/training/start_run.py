@@ -107,10 +107,6 @@ class SmallerBatches:
         kept = ", and the global batch stays as it is" if _MICRO_SIZE in sizes else ""
         return f"{listed} from here on{kept}"
 
-    def may_follow(self, end: End) -> bool:
-        """Return whether the next round could need less memory after this end; change nothing."""
-        return self._smaller(self._too_large(end)) is not None
-
     def _smaller(self, sizes: Mapping[str, int]) -> Config | None:
         """Return the config with half of these sizes; None: that isn't smaller, or the run doesn't work with it.
 
@@ -408,7 +404,7 @@ def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:
         steps = list(names_by_step(snapshots_in(job.memory, None).names())) if job.memory is not None else []
         return max((*steps, last_step(folder / METRICS) or 0))
 
-    return Supervisor(job.config.recovery, furthest, resumed, sizes.after, sizes.may_follow, run.taken)
+    return Supervisor(job.config.recovery, furthest, resumed, sizes.after, run.taken)
 
 
 def _content(file: Path) -> bytes:
