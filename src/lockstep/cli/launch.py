@@ -99,7 +99,6 @@ def _launch(where: str, arguments: Sequence[str]) -> int:
 
 
 def _world_size(options: object, ranks: int | None) -> int | None:
-    """Return the number of ranks on all nodes; None if the command line doesn't show it."""
     if isinstance(options, HostOptions):
         return options.world_size(ranks)
     return None if ranks is None else int(getattr(options, "nodes", 1)) * ranks
@@ -114,7 +113,6 @@ def _divided(arguments: Sequence[str], flags: dict[str, bool]) -> tuple[list[str
 
 
 def _refuse_unknown(where: str, own: Sequence[str], flags: Mapping[str, bool]) -> None:
-    """Raise ConfigError if a flag before the verb isn't the launcher's."""
     problems = []
     words = iter(own)
     for word in words:

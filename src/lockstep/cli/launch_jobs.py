@@ -80,7 +80,6 @@ def _folder_of(where: str, number: str) -> Path | None:
 
 
 def _jobs_below(place: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield the folder, the launcher and the identifier of the jobs of runs here and in `runs`."""
     for path in [record for pattern in _RUNS for record in place.glob(f"{pattern}/{JOB_FILES}/{_RECORD}")]:
         with suppress(OSError, ValueError, KeyError, TypeError):
             record = json.loads(read_bounded(path, MAX_JSON_BYTES))
@@ -103,7 +102,6 @@ def _remembered(where: str, folder: Path) -> LaunchedJob | None:
 
 
 def _refuse_second(where: str, launcher: Launcher, folder: Path) -> None:
-    """Raise ConfigError if a job of the same run has not ended."""
     try:
         job = _remembered(where, folder)
         status = None if job is None else launcher.status(job)

@@ -112,7 +112,7 @@ def append_ends(
     with suppress(OSError):
         ended = streams.sizes(logs, [*began])
         line = {
-            "attempt": _attempt(logs),
+            "attempt": (lock_holder(logs.parent) or b"").decode(errors="replace").strip(),
             "time": round(now, 3),
             "kind": result.kind.name.lower(),
             "code": result.code,
@@ -154,12 +154,14 @@ def _entries(file: Path) -> list[LaunchEnds]:
 
 
 def _entry(file: str, number: int, text: str) -> LaunchEnds | None:
-    """Return a line's record; None if it isn't one."""
+    def kind_of(record: Mapping[str, Any]) -> FailureKind:
+        return FailureKind[record["kind"].upper()]
+
     try:
         line = json.loads(text)
         ranks = tuple(
             RankEnd(
-                int(rank["rank"]), str(rank["host"]), _kind(rank["kind"]), str(rank["text"]), float(rank["time"]),
+                int(rank["rank"]), str(rank["host"]), kind_of(rank), str(rank["text"]), float(rank["time"]),
                 tuple(map(int, rank.get("samples", ()))), rank.get("evaluation_set"),
             )
             for rank in line["ranks"]
@@ -167,19 +169,11 @@ def _entry(file: str, number: int, text: str) -> LaunchEnds | None:
         logs = {int(rank): (int(start), int(end)) for rank, (start, end) in line["logs"].items()}
         cause, step = (None if line[name] is None else int(line[name]) for name in ("cause", "step"))
         return LaunchEnds(
-            file, number, str(line["attempt"]), float(line["time"]), _kind(line["kind"]), str(line["text"]), cause,
+            file, number, str(line["attempt"]), float(line["time"]), kind_of(line), str(line["text"]), cause,
             step, ranks, logs, dict(line["environment"]),
         )  # fmt: skip
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
-
-
-def _kind(name: str) -> FailureKind:
-    return FailureKind[name.upper()]
-
-
-def _attempt(logs: Path) -> str:
-    return (lock_holder(logs.parent) or b"").decode(errors="replace").strip()
 
 
 def last_step(metrics: Path) -> int | None:

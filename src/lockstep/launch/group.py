@@ -211,10 +211,11 @@ class _Deadlines:
     others: float = math.inf  # when hosts that don't report how their ranks have ended count as lost
     terminated: bool = False
 
-    def timeout(self) -> float | None:
-        """Return the seconds until the next one; None if there is none."""
+    def timeout(self, interval: float) -> float | None:
+        """Return the seconds until the next one, `interval` at most; None if there is none."""
         nearest = min(self.terminate, self.kill, self.others)
-        return None if nearest == math.inf else max(0.0, nearest - time.monotonic())
+        seconds = min(interval, max(0.0, nearest - time.monotonic()))
+        return None if seconds == math.inf else seconds
 
 
 def watch(
@@ -225,8 +226,9 @@ def watch(
     hangs: HangWatch | None = None,
 ) -> list[End]:
     """Wait until all ranks have ended, and end those of this host when they must; return how all ended, by rank."""
-    deadlines = _Deadlines()
-    stops = 0
+    deadlines, stops = _Deadlines(), 0
+    first = 0 if hosts is None else hosts.here.first
+    ends: dict[int, End] = {}
     while (living := [member for member in members if member.ended is None]) or not _others_have_ended(hosts):
         if living == [members[0]] and members[0].reported is not None and _others_have_ended(hosts):
             members[0].release()
@@ -234,17 +236,20 @@ def watch(
         readable += hosts.readable() if hosts is not None else []
         if hangs is not None:
             hangs.rest()
-        multiprocessing.connection.wait([*readable, requests.fileno()], _timeout(deadlines, hangs))
+        interval = math.inf if hangs is None else hangs.interval
+        multiprocessing.connection.wait([*readable, requests.fileno()], deadlines.timeout(interval))
         requests.drain()
         for member in living:
             member.update()
-        if hosts is not None:
-            hosts.update()
-            _publish(members, requests, hosts)
-            if hosts.pause_is_due():
-                _stop(1, living, deadlines, patience)
         if hangs is not None:
             hangs.look(members)
+        ends = {first + place: end for place, member in enumerate(members) if (end := member.ended or member.reported)}
+        if hosts is not None:
+            hosts.update()
+            hosts.publish(ends, {first + place for place, member in enumerate(members) if member.ended}, requests)
+            ends = {**hosts.ends, **ends}
+            if hosts.pause_is_due():
+                _stop(1, living, deadlines, patience)
         if requests.saves > requests.passed_saves:
             requests.passed_saves = requests.saves
             for member in living:
@@ -254,42 +259,20 @@ def watch(
             _stop(stops, living, deadlines, min(patience, requests.patience))
         if stops and hangs is not None and hangs.has_named:  # the others can't save without it
             deadlines.kill = min(deadlines.kill, time.monotonic() + _GRACE)
-        ends = _ends(members, hosts)
         _set_deadlines(ends, deadlines, patience, hosts.size if hosts is not None else len(members))
         _enforce(living, deadlines, _grace(ends))
         if hosts is not None:
             _give_up_others([member.ended for member in members], hosts, deadlines, patience, stops)
-    return [end for _, end in sorted(_ends(members, hosts).items())]
+    return [end for _, end in sorted(ends.items())]
 
 
 def _grace(ends: Mapping[int, End]) -> float:
-    """Return the seconds between SIGTERM and SIGKILL."""
     has_waited = any(end.kind in (FailureKind.TIMED_OUT, FailureKind.LOST) for end in ends.values())
     return min(_GRACE, _GRACE_SILENT) if has_waited else _GRACE
 
 
-def _timeout(deadlines: _Deadlines, hangs: HangWatch | None) -> float | None:
-    seconds = deadlines.timeout()
-    if hangs is None or hangs.interval == math.inf:
-        return seconds
-    return hangs.interval if seconds is None else min(hangs.interval, seconds)
-
-
 def _others_have_ended(hosts: Hosts | None) -> bool:
     return hosts is None or hosts.others_have_ended()
-
-
-def _ends(members: Sequence[RankProcess], hosts: Hosts | None) -> dict[int, End]:
-    """Return the ends of all ranks that have ended, or reported that they will."""
-    first = hosts.here.first if hosts is not None else 0
-    own = {first + place: end for place, member in enumerate(members) if (end := member.ended or member.reported)}
-    return own if hosts is None else {**hosts.ends, **own}
-
-
-def _publish(members: Sequence[RankProcess], requests: SignalRequests, hosts: Hosts) -> None:
-    first = hosts.here.first
-    ends = {first + place: end for place, member in enumerate(members) if (end := member.ended or member.reported)}
-    hosts.publish(ends, {first + place for place, member in enumerate(members) if member.ended}, requests)
 
 
 def _stop(count: int, living: Sequence[RankProcess], deadlines: _Deadlines, patience: float) -> None:
@@ -303,7 +286,6 @@ def _stop(count: int, living: Sequence[RankProcess], deadlines: _Deadlines, pati
 
 
 def _set_deadlines(ends: Mapping[int, End], deadlines: _Deadlines, patience: float, ranks: int) -> None:
-    """Set when the other ranks are ended because one has ended without being done."""
     if deadlines.terminated:
         return
     kinds = [end.kind for end in ends.values()]

@@ -197,7 +197,6 @@ def append_report(logs: Path | None, hang: Hang, sights: Sequence[Sight]) -> str
 
 
 def _save_records(folder: Path, records: Mapping[int, FlightRecord], sights: Sequence[Sight]) -> None:
-    """Write the flight records of this host's ranks, instead of those of an earlier hang."""
     if records:
         folder.mkdir(exist_ok=True)
     for sight in sights:
@@ -208,7 +207,6 @@ def _save_records(folder: Path, records: Mapping[int, FlightRecord], sights: Seq
 
 
 def _read_by(sight: Sight, hang: Hang) -> str:
-    """Return the samples that a rank reads, or its data worker."""
     if sight.reading is not None or (worker := sight.worker) is None:
         return str(sight.reading or "")
     line = line_of(hang.frames_of(worker.process))
@@ -321,7 +319,6 @@ class HangWatch:
     # --- what is seen ---
 
     def _learn(self) -> None:
-        """Note how long updates take."""
         for place, beat in enumerate(self.heartbeats):
             updates = beat.numbers[heartbeat.UPDATES]
             if updates == self._updates.get(place, 0.0):
@@ -354,7 +351,6 @@ class HangWatch:
         return replace(sight, limit=self._limit(sight))
 
     def _limit(self, sight: Sight) -> float:
-        """Return the seconds after which a rank that doesn't move is named."""
         options, times = self.options, self.times
         if self._is_outside(sight):
             return options.other

@@ -132,7 +132,6 @@ def launch(
 
 
 def _run_rounds(job: Ranks, remedy: Callable[[], str], requests: SignalRequests, rounds: Rounds | None) -> LaunchResult:
-    """Run rounds of ranks until there is no further one."""
     result, ends = _run_ranks(job, remedy, requests, rounds)
     while rounds is not None and not requests.stops:
         again = rounds.next_entry(ends, result)
@@ -147,7 +146,6 @@ def _run_rounds(job: Ranks, remedy: Callable[[], str], requests: SignalRequests,
 
 
 def _not_started(job: Ranks, result: LaunchResult, failure: Failure, requests: SignalRequests) -> LaunchResult:
-    """Return the result of a run whose ranks have ended with a result, and could not be started again."""
     failed = LaunchResult(failure.kind, f"{gist(result.text)}\n{message_of(failure)}", logs=job.logs)
     if job.logs is not None:
         append_ends(job.logs, 0 if job.hosts is None else job.hosts.node, [], [], failed, {})
@@ -207,7 +205,6 @@ def _patience(grace: float | None) -> float:
 def _run_ranks(
     job: Ranks, remedy: Callable[[], str], requests: SignalRequests, rounds: Rounds | None
 ) -> tuple[LaunchResult, list[End]]:
-    """Start the ranks of a round, and wait until all have ended; return the result, and how each has ended."""
     logs, timeout, hosts = job.logs, job.section.timeout, job.hosts
     old_sizes = streams.sizes(logs, range(job.first, job.first + job.ranks)) if logs else {}
     kills_before = kernel_kills()

@@ -193,7 +193,6 @@ class Leader(Proxy):
         self._let_launcher_end(FailureKind.FAILED.name, f"{text}. {remedy}")
 
     def _let_launcher_end(self, kind: str, text: str) -> None:
-        """Let the launcher here end the run, and report the result to all hosts."""
         self._state = State.ENDING
         self._stop_timers()
         self.launcher.send({"type": "result", "kind": kind, "text": text})
@@ -206,7 +205,6 @@ class Leader(Proxy):
         return [member.hello for member in self._members]
 
     def _try_to_begin(self) -> None:
-        """Begin the round if its hosts are there: hand out node ranks."""
         if self._state is not State.MEETING:
             return
         hosts = chosen(self._members, self._suffice, self._most)

@@ -136,7 +136,6 @@ class Follower(Proxy):
                 await self._link.writer.wait_closed()
 
     async def _follow(self, seconds: float, key: str) -> None:
-        """Connect with the leader, and pass its messages on until it is lost."""
         try:
             link = self._link = await self._rendezvous.reach(seconds, self.note)
         except (NotAuthorized, NotLauncher, OSError) as error:
@@ -156,7 +155,6 @@ class Follower(Proxy):
             self.launcher.send({"type": "lost", "node": 0, "why": self.why_lost(error)})
 
     def _failure(self, error: Exception, limit: str) -> Message:
-        """Return the kind and the text of the result if this host hasn't reached the leader."""
         if isinstance(error, OSError):
             text = (
                 f"host {self.hello['host']} could not reach {self.place} within {limit}: "

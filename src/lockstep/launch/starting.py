@@ -193,9 +193,13 @@ def _start(job: Ranks, listener: socket.socket | None, begun: Round) -> None:
     open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # or each forked rank would print it again
-    ranks, port = job.ranks, _store_port(job, listener)
+    ranks, hosts = job.ranks, job.hosts
+    network = interface_variables(job.section.interface, "" if hosts is None else hosts.address)
+    port = 0 if listener is None else int(listener.getsockname()[1])
+    if hosts is not None:
+        network = {NODES: str(len(hosts.world)), ADDRESS: hosts.address, **network}
+        port = port or hosts.store_port
     share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}
-    network = _network_variables(job)
     entry = job.entry if job.forks else SentEntry(job.entry)
     stdin = os.dup(0) if job.forks and job.size == 1 else None
     for place in range(ranks):
@@ -224,35 +228,13 @@ def _store_listener(job: Ranks) -> Iterator[socket.socket | None]:
     if job.first > 0:
         yield None
         return
-    with _listener(job) as listener:
-        yield listener
-        if job.hosts is not None:  # once, and only for ranks that could be started
-            job.hosts.open_store(listener.getsockname()[1])
-
-
-def _store_port(job: Ranks, listener: socket.socket | None) -> int:
-    if listener is not None:
-        return int(listener.getsockname()[1])
-    assert job.hosts is not None, "without other hosts rank 0 is on this one"
-    return job.hosts.store_port
-
-
-def _network_variables(job: Ranks) -> dict[str, str]:
-    """Return variables for ranks of several hosts, which a user may override: the interface that connects them."""
-    if job.hosts is None:
-        return interface_variables(job.section.interface, "")
-    return {
-        NODES: str(len(job.hosts.world)),
-        ADDRESS: job.hosts.address,
-        **interface_variables(job.section.interface, job.hosts.address),
-    }
-
-
-def _listener(job: Ranks) -> socket.socket:
-    """Return a socket that listens on loopback, on the configured port or on any free one."""
     port = job.section.port
     try:
-        return socket.create_server((_LOOPBACK, port), backlog=max(128, 2 * job.size))
+        listener = socket.create_server((_LOOPBACK, port), backlog=max(128, 2 * job.size))
     except OSError as error:
         message = f"can't listen on port {port} ({os.strerror(error.errno or 0)}); 0 takes any free port"
         raise ConfigError(Problem("", "launch.port", message)) from None
+    with listener:
+        yield listener
+        if job.hosts is not None:  # once, and only for ranks that could be started
+            job.hosts.open_store(listener.getsockname()[1])

@@ -119,7 +119,6 @@ def _notes(command: JobCommand, options: AwsOptions) -> list[str]:
 
 
 def _refuse_missing(command: JobCommand, options: AwsOptions, copied: set[str]) -> None:
-    """Raise ConfigError if the command names a file or a folder that the instances don't get."""
     source, problems = Path(options.source).resolve(), []
     for text in [word for word in command.words if word in command.paths]:
         path = Path(text).expanduser().resolve()

@@ -122,7 +122,6 @@ def _session(profile: str | None, region: str | None) -> Any:
 
 
 def _failed(error: Exception, name: str, region: str) -> CallFailed:
-    """Return the sentence about a call that failed, with all its repetitions."""
     fault = getattr(error, "response", {}).get("Error", {})
     text, _, _ = (fault.get("Message") or str(error)).partition("Encoded authorization failure message:")
     why, code = plain_line(" ".join(text.split()))[:300].rstrip(". "), str(fault.get("Code", ""))

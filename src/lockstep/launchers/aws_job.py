@@ -154,7 +154,6 @@ def _state(instance: Mapping[str, Any]) -> str:
 
 
 def _reason(instance: Mapping[str, Any]) -> str:
-    """Return why an instance has ended, in AWS's words; empty: it is not known."""
     return plain_line(str(instance.get("StateReason", {}).get("Message") or instance.get("StateTransitionReason", "")))
 
 
@@ -385,7 +384,6 @@ class FollowedJob:
             echo(f"nothing of AWS job {self.job.identifier} was left", file=sys.stderr)
 
     def _wait_for_end(self, record: Mapping[str, Any], patience: Patience) -> tuple[AwsState, int]:
-        """Print log and state until the job has ended; return its exit code. Raises RunFailed."""
         began, first_end, shown = time.monotonic(), float("inf"), ""
         silent, boot_s = {*range(int(record["nodes"]))}, 60 * float(record["boot_minutes"])
         while True:
@@ -476,7 +474,6 @@ class FollowedJob:
             raise ConfigError(f"{self._record_file} is missing or damaged; give the job's identifier") from None
 
     def _remember(self, code: int) -> None:
-        """Write the exit code into the run's folder here."""
         self._code = code
         if self._record_file is None:
             return

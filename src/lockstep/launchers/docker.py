@@ -140,7 +140,6 @@ DOCKER = DockerLauncher()
 
 
 def _check(command: JobCommand, options: DockerOptions, folder: Path) -> None:
-    """Raise ConfigError if the options aren't valid, or don't fit together or with the command."""
     problems = [*node_problems(command, options.nodes, "in one container"), *_malformed(options, folder)]
     problems += variable_problems(options.env, _SECRET, from_here=True)
     if not problems:
@@ -339,7 +338,6 @@ def _is_kept(job: LaunchedJob) -> bool:
 
 
 def _kept_end(job: LaunchedJob) -> JobStatus | None:
-    """Return how a job has ended, if that was kept."""
     if job.folder is None:
         return None
     try:

@@ -167,8 +167,6 @@ def _undo(kubectl: Sequence[str], resources: Sequence[str], failure: RunFailed) 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A job by its identifier."""
-
     kubectl: tuple[str, ...]
     name: str
     identifier: str
@@ -195,7 +193,6 @@ def _named(number: str) -> _Target:
 
 
 def _ask(target: _Target) -> _ClusterJob:
-    """Return the state of a job. Raises ConfigError: there is no such job."""
     try:
         job = json.loads(_asked((*target.kubectl, "get", target.resource, "--output=json")))
     except RunFailed as failure:
@@ -224,7 +221,6 @@ def _ask(target: _Target) -> _ClusterJob:
 
 
 def _states(pods: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
-    """Return what is known of the containers in a state, `waiting` or `terminated`."""
     statuses = [each for pod in pods for each in pod.get("status", {}).get("containerStatuses", ())]
     return [each["state"][kind] for each in statuses if kind in each.get("state", {})]
 

@@ -101,7 +101,6 @@ def check(command: JobCommand, options: KubernetesOptions) -> None:
 
 
 def _malformed(options: KubernetesOptions) -> Iterator[Problem]:
-    """Yield a problem for each value from which no manifest can be made."""
     for text in options.volume:
         if not _VOLUME.fullmatch(text) or ".." in text.split("/") or not text.isprintable():
             message = f"{shortened(text)} is not CLAIM:/PATH or CLAIM:/PATH:ro, such as work:/work"
@@ -154,13 +153,11 @@ def _unseen(command: JobCommand, options: KubernetesOptions) -> Iterator[Problem
 
 
 def _claims(options: KubernetesOptions) -> list[tuple[str, str, bool]]:
-    """Return the claim, the path and whether it is read-only, of each volume."""
     parts = [text.split(":") for text in options.volume if ":" in text]
     return [(part[0], str(PurePosixPath(part[1])), part[2:] == ["ro"]) for part in parts]
 
 
 def _claim_of(path: PurePosixPath, options: KubernetesOptions) -> tuple[str, str, bool] | None:
-    """Return the volume that holds a path, of nested ones the inner one."""
     holding = [claim for claim in _claims(options) if path.is_relative_to(claim[1])]
     return max(holding, key=lambda claim: len(claim[1]), default=None)
 
@@ -282,7 +279,6 @@ def _pod_spec(command: JobCommand, options: KubernetesOptions, name: str) -> dic
 
 
 def _further(options: KubernetesOptions) -> Mapping[str, Any]:
-    """Return the keys that the user's file adds to the pods' spec. Raises ConfigError."""
     if options.pod is None:
         return {}
     try:

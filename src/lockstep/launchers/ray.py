@@ -92,7 +92,6 @@ class RayOptions(Section):
 
 
 def _check(command: JobCommand, options: RayOptions) -> None:
-    """Raise ConfigError if the options aren't valid, or don't fit together or with the command."""
     problems = [*node_problems(command, options.nodes, "on one node"), *variable_problems(options.env, _SECRET)]
     if options.upload and options.folder is not None:
         problems.append(
@@ -121,7 +120,6 @@ def _check(command: JobCommand, options: RayOptions) -> None:
 
 
 def _bundle(command: JobCommand, options: RayOptions) -> dict[str, float]:
-    """Return the resources of each node, by Ray's names."""
     number = command.ranks or options.gpus_per_node or 1
     cpus = number if options.cpus_per_node == "auto" else options.cpus_per_node
     gpus = {} if options.gpus_per_node is None else {"GPU": options.gpus_per_node}
@@ -256,7 +254,6 @@ def _named(number: str) -> tuple[JobSubmissionClient, str]:
 
 
 def _status(client: JobSubmissionClient, name: str) -> JobStatus:
-    """Return a job's state. Raises ConfigError: there is no such job."""
     with _answers(name):
         info = client.get_job_info(name)
     state, code = info.status.value, info.driver_exit_code

@@ -141,7 +141,6 @@ SLURM = SlurmLauncher()
 
 
 def _check(command: JobCommand, options: SlurmOptions) -> None:
-    """Raise ConfigError if the options don't fit together or with the command."""
     problems = node_problems(command, options.nodes, "on one node")
     if options.array_limit is not None and not command.sweep:
         problems.append(Problem("--array-limit", "", "is for the runs of a sweep; give --sweep KEY=A,B too"))
@@ -325,7 +324,6 @@ def _ending(command: JobCommand, options: SlurmOptions) -> Iterator[str]:
 
 
 def _tasks(number: str) -> list[Mapping[str, str]]:
-    """Return the fields of a job, or of each task of an array. Raises ConfigError: there is no such job."""
     if not re.fullmatch(r"\d+(_\d+)?", number):
         raise ConfigError(
             f"{number!r} is neither the number of a Slurm job nor the folder of a run that Slurm was given"

@@ -97,7 +97,6 @@ def hosts_of(options: SshOptions) -> list[NamedHost]:
 
 
 def _check(command: JobCommand, options: SshOptions, hosts: Sequence[NamedHost]) -> None:
-    """Raise ConfigError if the options don't fit together or with the command."""
     problems = [*variable_problems(options.env, _SECRET, from_here=True)]
     if len(hosts) > 1 and not command.nodes:
         message = f"{len(hosts)} hosts, but `lockstep {command.words[0]}` runs on one; name one"
@@ -225,7 +224,6 @@ def _parts(texts: Sequence[str]) -> list[tuple[str, str, str]]:
 
 
 def _record(job: LaunchedJob) -> Mapping[str, Any]:
-    """Return what was written when the job was launched. Raises ConfigError."""
     if job.folder is None:
         raise ConfigError(f"{job.number!r} is neither a job that ssh was given from here nor the folder of its run")
     try:
