@@ -7,7 +7,7 @@ follow    until the run has ended, or its instances are lost, or one never repor
 
 Every machine with the right credentials can do this: an identifier, REGION/BUCKET[/PREFIX]/NAME, names the job.
     s3://BUCKET/PREFIX/NAME/job.json        the record of the job      .../token      the launchers' secret
-    .../logs/N/BYTES  .../ends/N            log from a byte on, and exit code, of instance N
+    .../logs/N        .../ends/N            log, and exit code, of instance N
     .../stop          .../results/          asks all to save and stop; the run's folder, from instance 0
     lockstep-job=NAME                       tag of all that was created for it
 """
@@ -31,7 +31,7 @@ from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop, write_stderr
 from lockstep.core.terminal import echo, plain, plain_line
-from lockstep.launchers.aws_calls import AwsCalls, CallFailed, from_command, wait_until
+from lockstep.launchers.aws_calls import AwsCalls, from_command, wait_until
 from lockstep.launchers.tools import Patience, write_files
 
 TAG = "lockstep-job"
@@ -204,47 +204,38 @@ class JobObjects:
     def __init__(self, aws: AwsCalls, job: AwsJob) -> None:
         self._aws = aws
         self._job = job
-        self._at = self._newest = 0  # bytes of the log that were printed; where the newest object of it starts
+        self._printed = 0  # bytes of the log
         self._half = b""
 
     def record(self) -> Mapping[str, Any] | None:
         """Return what was recorded when the job was launched; None: it was removed, or never there."""
         try:
-            known: Mapping[str, Any] = json.loads(self._read("job.json"))
-            int(known["nodes"]), str(known["run_folder"]), float(known["boot_minutes"])
-        except CallFailed as failure:
-            if failure.code in ("NoSuchKey", "404"):
+            if (text := self._read("job.json")) is None:
                 return None
-            raise
+            known: Mapping[str, Any] = json.loads(text)
+            int(known["nodes"]), str(known["run_folder"]), float(known["boot_minutes"])
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{self._job.place}/job.json is damaged") from None
         return known
 
     def ends(self) -> dict[int, int]:
         """Return the exit codes of the instances that have ended, by their number."""
-        texts = {name: self._read(name).decode(errors="replace").strip() for name in self._names("ends/")}
-        return {
-            int(name.removeprefix("ends/")): int(text) if re.fullmatch(r"\d{1,3}", text) else 1
-            for name, text in sorted(texts.items())
-            if re.fullmatch(r"ends/\d{1,6}", name)
-        }
+        names = [name for name in self._names("ends/") if re.fullmatch(r"ends/\d{1,6}", name)]
+        texts = {int(name[5:]): (self._read(name) or b"").decode(errors="replace").strip() for name in sorted(names)}
+        return {node: int(text) if re.fullmatch(r"\d{1,3}", text) else 1 for node, text in texts.items()}
 
-    def has_reported(self, node: int) -> bool:
-        """Return whether an instance has sent anything."""
-        return any(True for place in (f"logs/{node}/", f"ends/{node}") for _ in self._names(place))
+    def reported(self) -> set[int]:
+        """Return the instances that have sent anything."""
+        names = [name.partition("/")[2] for place in ("logs/", "ends/") for name in self._names(place)]
+        return {int(name) for name in names if name.isdecimal()}
 
     def print_log(self) -> None:
         """Print what is new in the log of instance 0: its whole lines."""
-        place = self._job.key("logs/0/")
-        after = {"StartAfter": f"{place}{self._newest - 1:015d}"} if self._newest else {}  # the newest one may grow
-        for entry in self._listed("logs/0/", **after):
-            start = int(entry["Key"].rpartition("/")[2])
-            if start <= self._at < start + int(entry["Size"]):
-                data = self._read(entry["Key"].removeprefix(self._job.key("")), Range=f"bytes={self._at - start}-")
-                self._at, self._newest = self._at + len(data), start
-                whole, newline, self._half = (self._half + data).rpartition(b"\n")
-                if newline:
-                    echo(plain(whole.decode(errors="replace")), flush=True)
+        data = self._read("logs/0", Range=f"bytes={self._printed}-") or b""
+        self._printed += len(data)
+        whole, newline, self._half = (self._half + data).rpartition(b"\n")
+        if newline:
+            echo(plain(whole.decode(errors="replace")), flush=True)
 
     def print_rest(self) -> None:
         """Print the last line of the log, which has no end."""
@@ -273,10 +264,7 @@ class JobObjects:
             for node in range(nodes):
                 path = folder / "launch" / f"node-{node}.log"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("wb") as file:
-                    for name in self._names(f"logs/{node}/"):
-                        file.seek(int(name.rpartition("/")[2]))  # an object may repeat bytes of the one before
-                        file.write(self._read(name))
+                path.write_bytes(self._read(f"logs/{node}") or b"")
         except (OSError, ValueError) as error:
             raise RunFailed(f"can't write {path}: {getattr(error, 'strerror', None) or error}") from None
         return number
@@ -292,15 +280,17 @@ class JobObjects:
         return len(names)
 
     def _names(self, prefix: str) -> Iterator[str]:
-        return (each["Key"].removeprefix(self._job.key("")) for each in self._listed(prefix))
-
-    def _listed(self, prefix: str, **more: str) -> Iterator[Any]:
         where = {"Bucket": self._job.bucket, "Prefix": self._job.key(prefix)}
-        return self._aws.items("s3", "list_objects_v2", "Contents", **where, **more)
+        listed = self._aws.items("s3", "list_objects_v2", "Contents", **where)
+        return (each["Key"].removeprefix(self._job.key("")) for each in listed)
 
-    def _read(self, name: str, **range_: str) -> bytes:
-        reply = self._aws.call("s3", "get_object", Bucket=self._job.bucket, Key=self._job.key(name), **range_)
-        return bytes(reply["Body"])
+    def _read(self, name: str, **range_: str) -> bytes | None:
+        """Return an object; None: it isn't there, or has nothing in this range."""
+        missing = ("NoSuchKey", "404", "InvalidRange")
+        reply = self._aws.call(
+            "s3", "get_object", accept=missing, Bucket=self._job.bucket, Key=self._job.key(name), **range_
+        )
+        return bytes(reply["Body"]) if reply else None
 
 
 # --- follow and cancel ----------------------------------------------------------------------------------------------
@@ -389,7 +379,7 @@ class FollowedJob:
         while True:
             with patience:
                 state = self._state_of_followed()
-                silent -= {node for node in silent if self._objects.has_reported(node)}
+                silent -= self._objects.reported()
                 self._objects.print_log()
                 if state.text != shown:
                     shown = state.text
@@ -452,7 +442,7 @@ class FollowedJob:
         """Ask the run to save and stop, and wait for it; a job whose run has not begun needs no waiting."""
         try:
             state = self.state()
-            if state.code is not None or not state.live or not self._objects.has_reported(0):
+            if state.code is not None or not state.live or 0 not in self._objects.reported():
                 return
             self._objects.ask_to_stop()
             echo("waiting for the run to save and stop; Ctrl-C leaves that to its instances", file=sys.stderr)
