@@ -9,8 +9,8 @@ import pytest
 
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.launch.ends import End, end_of_process
-from lockstep.launch.last_words import with_last_words
 from lockstep.launch.local import result_of
+from lockstep.launch.rank_stacks import with_last_words
 
 SIZES = "[enforce fail at pair.cc:456] 56 vs 4. Received data size doesn't match expected size."
 THROWN = f"terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  {SIZES}\n"

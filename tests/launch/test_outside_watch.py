@@ -77,7 +77,6 @@ def test_a_rank_that_hangs_is_named_and_killed(tmp_path: Path) -> None:
     report = (tmp_path / "run/logs/hangs.txt").read_text()
     assert "rank 1 hangs in the forward at" in report
     assert "test_outside_watch.py" in report
-    assert "the other rank waits for it" in report
     wait_until(lambda: _watches() <= before)  # it ends with the ranks
 
 

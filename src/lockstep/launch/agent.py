@@ -127,8 +127,8 @@ class HostRanks:
         return range(self.first, self.first + self.ranks)
 
 
-class State(Enum):
-    """What a launcher knows of the run."""
+class LaunchState(Enum):
+    """States of the run, as a launcher knows them."""
 
     MEETING = "the hosts of a round meet"
     RUNNING = "the round's ranks may run"
@@ -175,7 +175,7 @@ class Hosts:
 
     def begin_again(self, number: int) -> None:
         """Forget the round that has ended; this launcher is ready for another."""
-        self.round, self.state = number, State.MEETING
+        self.round, self.state = number, LaunchState.MEETING
         self.result: LaunchResult | None = None
         self.world: list[HostRanks] = []
         self.ends: dict[int, End] = {}
@@ -203,7 +203,7 @@ class Hosts:
     @property
     def is_done(self) -> bool:
         """True if the leader has reported that the run is done."""
-        return self.state is State.OVER and self.result is not None and self.result.code == 0
+        return self.state is LaunchState.OVER and self.result is not None and self.result.code == 0
 
     # --- before the ranks start ---
 
@@ -229,7 +229,7 @@ class Hosts:
     def _wait_until(self, is_there: Callable[[], bool]) -> None:
         """Receive messages until something is there, or the run is done. Raises Failure."""
         while not is_there() and not self.is_done:
-            if self.result is not None and self.state is not State.CALLED:
+            if self.result is not None and self.state is not LaunchState.CALLED:
                 raise self.result.failure()
             if self.requests is not None and self.requests.stops and self.requests.last_stop is not None:
                 raise stopped_by(self.requests.last_stop).failure()
@@ -324,8 +324,8 @@ class Hosts:
             self._wait()
             if requests.own_stops > stops and requests.last_stop is not None:
                 return stopped_by(requests.last_stop)
-        if self.state is State.CALLED and requests.own_stops and requests.last_stop is not None:
-            self.state, result = State.OVER, stopped_by(requests.last_stop)
+        if self.state is LaunchState.CALLED and requests.own_stops and requests.last_stop is not None:
+            self.state, result = LaunchState.OVER, stopped_by(requests.last_stop)
             self.fail(result.kind, f"{result.text} on host {self.name}")
             return result
         return self.result
@@ -373,13 +373,13 @@ class Hosts:
                 self._folder, self.decision = message["path"], message["decision"]
             case "next":
                 self._next_round = message["round"]
-                self._conclude(State.CALLED, LaunchResult(FailureKind[message["kind"]], message["text"]))
+                self._conclude(LaunchState.CALLED, LaunchResult(FailureKind[message["kind"]], message["text"]))
             case "arrived":
                 self._arrived = message["host"]
             case "result":
                 problems = tuple(Problem(*fields) for fields in message.get("problems", ()))
                 kind, is_traceback = FailureKind[message["kind"]], message.get("is_traceback", False)
-                self._conclude(State.OVER, LaunchResult(kind, message["text"], is_traceback, problems))
+                self._conclude(LaunchState.OVER, LaunchResult(kind, message["text"], is_traceback, problems))
             case "end":
                 end, known = end_of_fields(message["end"]), self.ends.get(message["rank"])
                 self.ends[message["rank"]] = end if known is None else replace(end, time=min(end.time, known.time))
@@ -394,12 +394,12 @@ class Hosts:
             case "lost":
                 self._lose_host(message["node"], message["why"])
 
-    def _conclude(self, state: State, result: LaunchResult) -> None:
-        if self.state is not State.OVER:
+    def _conclude(self, state: LaunchState, result: LaunchResult) -> None:
+        if self.state is not LaunchState.OVER:
             self.state, self.result = state, result
 
     def _begin(self, message: Mapping[str, Any]) -> None:
-        self.round, self.state = message["round"], State.RUNNING
+        self.round, self.state = message["round"], LaunchState.RUNNING
         self.node, self.address = message["node"], message["address"]
         self.store_port = message.get("port", 0)
         self.world = []
@@ -415,7 +415,7 @@ class Hosts:
     def _lose_host(self, node: int, why: str) -> None:
         if not self.world:
             text = f"the launcher at the rendezvous has ended before all hosts had come: {why}"
-            self._conclude(State.CUT_OFF, LaunchResult(FailureKind.LOST, text))
+            self._conclude(LaunchState.CUT_OFF, LaunchResult(FailureKind.LOST, text))
             return
         text = f"host {self.world[node]} is lost: {why}"
         if not self._ended.issuperset(self.world[node].span):
@@ -423,13 +423,13 @@ class Hosts:
             print_on_stderr(f"note: {text}; {what}")  # at once: ranks that wait for that host end seconds later
         self._lose(node, End(FailureKind.LOST, text, time.monotonic()))
         if node == 0:  # all messages came through it
-            self._conclude(State.CUT_OFF, LaunchResult(FailureKind.LOST, text))
+            self._conclude(LaunchState.CUT_OFF, LaunchResult(FailureKind.LOST, text))
             for other in range(1, len(self.world)):
                 if other != self.node:
                     self._lose(other, End(FailureKind.ENDED, "", time.monotonic()))
 
     def _lose_proxy(self) -> None:
-        self._conclude(State.OVER, LaunchResult(FailureKind.FAILED, _LOST_PROXY))
+        self._conclude(LaunchState.OVER, LaunchResult(FailureKind.FAILED, _LOST_PROXY))
         end = End(FailureKind.LOST, _LOST_PROXY, time.monotonic(), left_by=FailureKind.FAILED)
         for node in range(len(self.world)):
             if node != self.node:
@@ -509,14 +509,14 @@ class FollowerRounds:
     def next_entry(self, ends: Sequence[End], result: LaunchResult) -> Entry | None:
         """Return the entry of the next round's ranks once its hosts are there; None: there is no other round."""
         hosts = self.hosts
-        while hosts.state is State.CALLED or (hosts.state is State.CUT_OFF and self.wait):
+        while hosts.state is LaunchState.CALLED or (hosts.state is LaunchState.CUT_OFF and self.wait):
             try:
                 if folder := self._met(result):
                     print_on_stderr(_of_round(hosts))
                     return self.entry(folder, hosts.decision)
                 self._result = LaunchResult(FailureKind.DONE)
             except Failure as failure:
-                if hosts.state is not State.CUT_OFF:
+                if hosts.state is not LaunchState.CUT_OFF:
                     self._result = LaunchResult.of(failure)
                     where = f" on host {hosts.name}" if isinstance(failure, Stopped) else ""
                     hosts.fail(self._result.kind, self._result.text + where)
@@ -529,7 +529,7 @@ class FollowerRounds:
     def _met(self, result: LaunchResult) -> Path | None:
         """Return the run's folder once all hosts of the round are there; None: nothing is left to train."""
         hosts = self.hosts
-        if hosts.state is State.CALLED:
+        if hosts.state is LaunchState.CALLED:
             print_on_stderr(f"lockstep: {gist(result.text)}\nlockstep: all ranks start again")
             hosts.answer()
         else:

@@ -205,7 +205,7 @@ async def join(first: Streams, second: Streams) -> None:
 
 
 class Proxy:
-    """What the proxies of all hosts have in common: a launcher, and tasks that end with the process.
+    """The part that proxies of all hosts share: a launcher, and tasks that end with the process.
 
     Attributes:
         silence: Seconds without a message after which a host is lost.

@@ -42,13 +42,12 @@ from lockstep.core.failure_kinds import FailureKind, Retry
 from lockstep.core.ranks import LAUNCHER, RankEnvironment, started_by_lockstep
 from lockstep.core.stopping import handled_signals, stop_code
 from lockstep.launch import streams
-from lockstep.launch.agent import FollowerRounds, Hosts, State
+from lockstep.launch.agent import FollowerRounds, Hosts, LaunchState
 from lockstep.launch.devices import check_ranks
 from lockstep.launch.ends import End, describe, first_cause, with_cause
 from lockstep.launch.ends_file import append_ends, gist
 from lockstep.launch.forking import may_fork
 from lockstep.launch.group import SignalRequests, watch
-from lockstep.launch.last_words import with_last_words
 from lockstep.launch.other_launchers import (
     read_at_start,
     refuse_unsettable,
@@ -57,6 +56,7 @@ from lockstep.launch.other_launchers import (
 )
 from lockstep.launch.outcome import LaunchResult, kind_of_stop, print_on_stderr
 from lockstep.launch.rank import append_end, run_entry, signals_stop
+from lockstep.launch.rank_stacks import with_last_words
 from lockstep.launch.starting import Ranks, Round
 from lockstep.launch.supervision import Rounds
 
@@ -152,7 +152,7 @@ def _not_started(job: Ranks, result: LaunchResult, failure: Failure, requests: S
     if job.hosts is not None and not job.hosts.leads:
         job.hosts.fail(failed.kind, message_of(failure))
         ended = job.hosts.wait_for_result(requests)
-        return failed if job.hosts.state is State.CUT_OFF else ended
+        return failed if job.hosts.state is LaunchState.CUT_OFF else ended
     return failed
 
 
@@ -267,7 +267,7 @@ def _unless_stopped(
         return result
     if job.hosts is not None and not job.hosts.leads:
         waits = isinstance(rounds, FollowerRounds) and rounds.wait > 0
-        if job.hosts.state is not State.CUT_OFF or not waits:
+        if job.hosts.state is not LaunchState.CUT_OFF or not waits:
             return result
     text = f"stopped {'at once by a second signal, ' if requests.stops > 1 else 'by '}{stop.name}"
     kind = FailureKind.STOPPED if requests.stops > 1 else kind_of_stop(stop_code(stop))

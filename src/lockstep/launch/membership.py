@@ -38,8 +38,8 @@ _REGROUP_S = 2.0  # that others have to come, too, once a host is lost
 _BACKLOG = 1024  # connections that wait to be accepted: all ranks of a run connect at once
 
 
-class State(Enum):
-    """What the run is doing."""
+class RoundState(Enum):
+    """States of a round."""
 
     MEETING = "waits for the hosts of a round"
     RUNNING = "the hosts' ranks run"
@@ -130,7 +130,7 @@ class Leader(Proxy):
 
     def __init__(self, launcher: Link, order: Message) -> None:
         super().__init__(launcher, order)
-        self._state = State.MEETING
+        self._state = RoundState.MEETING
         self._round = 1
         self._recovers: bool = order["recovers"]
         self._members = [Member(self.hello)]  # the first one leads
@@ -156,7 +156,7 @@ class Leader(Proxy):
                     self._end(message)
                 else:
                     self._send_training({**message, "node": 0})
-        if self._state is State.OVER:
+        if self._state is RoundState.OVER:
             until = time.monotonic() + _LAST_WORDS_S
             while len(self._members) > 1 and time.monotonic() < until:
                 await asyncio.sleep(0.01)
@@ -170,7 +170,7 @@ class Leader(Proxy):
             seconds: To wait for them, as the config's `key` has it.
             early: Seconds after which fewer than all suffice, if the run may have fewer.
         """
-        self._state, self._suffice = State.MEETING, self._most
+        self._state, self._suffice = RoundState.MEETING, self._most
         limit, loop = f"{seconds:g} s ({key})", asyncio.get_running_loop()
         self._timers = [loop.call_later(seconds, self._give_up, limit), loop.call_later(early, self._settle_for_fewer)]
         if seconds > _WAITING_S:
@@ -193,7 +193,7 @@ class Leader(Proxy):
         self._let_launcher_end(FailureKind.FAILED.name, f"{text}. {remedy}")
 
     def _let_launcher_end(self, kind: str, text: str) -> None:
-        self._state = State.ENDING
+        self._state = RoundState.ENDING
         self._stop_timers()
         self.launcher.send({"type": "result", "kind": kind, "text": text})
 
@@ -205,12 +205,12 @@ class Leader(Proxy):
         return [member.hello for member in self._members]
 
     def _try_to_begin(self) -> None:
-        if self._state is not State.MEETING:
+        if self._state is not RoundState.MEETING:
             return
         hosts = chosen(self._members, self._suffice, self._most)
         if not hosts:
             return
-        self._state = State.RUNNING
+        self._state = RoundState.RUNNING
         self._stop_timers()
         named = [{"host": member.hello["host"], "ranks": member.hello["ranks"]} for member in hosts]
         address = self.address[0]
@@ -271,21 +271,21 @@ class Leader(Proxy):
     def _admitted(self, link: Link, hello: Message) -> Member | None:
         """Let a host wait for a round, and begin it if it was the last that was missing; None: it is refused."""
         member, hellos = Member(hello, link), self._hellos()
-        is_first = self._round == 1 and self._state is State.MEETING
+        is_first = self._round == 1 and self._state is RoundState.MEETING
         refusal = refusal_of(hellos if is_first else hellos[:1], hello)
-        if not self._recovers and (self._state is State.RUNNING or len(hellos) == self._most):
+        if not self._recovers and (self._state is RoundState.RUNNING or len(hellos) == self._most):
             names = ", ".join(each["host"] for each in hellos)
             refusal = f"host {hello['host']} is one too many: all {len(hellos)} hosts are there: {names}"
             is_first = False
         result = {"type": "result", "kind": FailureKind.CONFIG.name, "text": refusal}
-        if self._state is State.OVER or (refusal and not is_first):
+        if self._state is RoundState.OVER or (refusal and not is_first):
             link.send(self._result or result)  # the others train
             return None
         self._members.append(member)
         trains = sum(other.node is not None for other in self._members)
         if refusal:
             self._end(result)
-        elif self._state is State.MEETING:
+        elif self._state is RoundState.MEETING:
             self._try_to_begin()
         elif trains < self._most:
             self.launcher.send({"type": "arrived", "round": self._round, "host": hello["host"]})
@@ -304,7 +304,7 @@ class Leader(Proxy):
             passed = {**message, "node": member.node}
             self._send_training(passed, but=member)
             self.launcher.send(passed)
-        elif message["type"] == "gone" and self._state is State.MEETING:
+        elif message["type"] == "gone" and self._state is RoundState.MEETING:
             # it leaves: a further round waits for another in its place
             if self._round == 1 or (member.has_trained and FailureKind[message["kind"]].is_stop):
                 self._let_launcher_end(message["kind"], message["text"])
@@ -315,15 +315,15 @@ class Leader(Proxy):
         if member not in self._members:
             return
         self._members.remove(member)
-        if member.node is not None and self._state is not State.OVER:
+        if member.node is not None and self._state is not RoundState.OVER:
             lost = {"type": "lost", "round": self._round, "node": member.node, "why": why}
             self._send_training(lost)
             self.launcher.send(lost)
         self._try_to_begin()
 
     def _end(self, result: Message) -> None:
-        if self._state is not State.OVER:
-            self._state, self._result = State.OVER, result
+        if self._state is not RoundState.OVER:
+            self._state, self._result = RoundState.OVER, result
             self._stop_timers()
             self._send_all(result)
             self.launcher.send(result)

@@ -114,12 +114,12 @@ def _own_address(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
     """Resolve a name of this host. A pod has its name before the cluster's name server knows `NAME.SERVICE`."""
     name = socket.gethostname()
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         if host.partition(".")[0] != name.partition(".")[0]:
             raise
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    return found[0][0], found[0][4]
+        answers = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    return answers[0][0], answers[0][4]
 
 
 def versions() -> dict[str, str]:

@@ -157,7 +157,7 @@ def write_files(files: Mapping[Path, str]) -> None:
             raise RunFailed(f"can't write {path}: {error.strerror}") from None
 
 
-class JobState(Protocol):
+class FollowedState(Protocol):
     """A job's state: a line for a person, and its exit code once it has ended."""
 
     @property
@@ -166,7 +166,7 @@ class JobState(Protocol):
     def code(self) -> int | None: ...
 
 
-_State = TypeVar("_State", bound=JobState)
+_State = TypeVar("_State", bound=FollowedState)
 
 
 def follow_until_end(ask: Callable[[], _State], print_new: Callable[[_State], object], pause: float) -> int:
