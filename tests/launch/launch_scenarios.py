@@ -18,7 +18,7 @@ from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Recovery
 from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
 from lockstep.core.ranks import RankEnvironment
-from lockstep.launch import group, rendezvous, starting
+from lockstep.launch import rendezvous, worker_group
 from lockstep.launch.agent import FollowerRounds, Hosts, LeaderRounds
 from lockstep.launch.local import launch, may_fork
 from lockstep.launch.rendezvous import connected_hosts
@@ -33,7 +33,11 @@ def acts(
     ahead: Sequence[str] = (),
 ) -> int:
     """Launch ranks, of which rank N performs script[N]; return the exit code, or the sum of exit codes if repeated."""
-    group._GRACE, group._SETTLE, group._SETTLE_PEER = 0.5, 0.2, 4.0  # a test has less time than a cluster
+    worker_group._GRACE, worker_group._SETTLE, worker_group._SETTLE_PEER = (
+        0.5,
+        0.2,
+        4.0,
+    )  # a test has less time than a cluster
     launch_section = Launch(**(section or {}))
     entry = partial(play, list(script))
     folder = Path(logs) if logs else None
@@ -50,7 +54,7 @@ def host_acts(
     """Launch the ranks of one of several hosts; rank N of all performs script[N]. Return the exit code."""
     if versions is not None:
         rendezvous.versions = lambda: versions
-    group._GRACE, group._SETTLE, group._SETTLE_PEER = 0.5, 0.2, 4.0
+    worker_group._GRACE, worker_group._SETTLE, worker_group._SETTLE_PEER = 0.5, 0.2, 4.0
     launch_section = Launch(**section)
     try:
         with connected_hosts(launch_section, ranks, settings or {}) as hosts:
@@ -76,7 +80,7 @@ def host_rounds(
     Args:
         fails: Ranks can't be started after the first round.
     """
-    group._GRACE, group._SETTLE, group._SETTLE_PEER = 0.5, 0.2, 4.0
+    worker_group._GRACE, worker_group._SETTLE, worker_group._SETTLE_PEER = 0.5, 0.2, 4.0
     launch_section = Launch(**section)
 
     def entry() -> Callable[[], int]:
@@ -107,14 +111,14 @@ def host_rounds(
 
 
 def _fail_after_first_round(hosts: Hosts) -> None:
-    begin = starting.Round.begin
+    begin = worker_group.Round.begin
 
-    def refusing(job: starting.Ranks, **options: Any) -> starting.Round:
+    def refusing(job: worker_group.Ranks, **options: Any) -> worker_group.Round:
         if hosts.round > 1:
             raise RunFailed(f"its ranks can't be started: {OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))}")
         return begin(job, **options)
 
-    starting.Round.begin = refusing  # type: ignore[method-assign]
+    worker_group.Round.begin = refusing  # type: ignore[method-assign]
 
 
 def refused(script: Sequence[str], section: dict[str, object]) -> int:

@@ -15,7 +15,7 @@ from launch_scenarios import play
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Recovery
 from lockstep.core.errors import RunFailed
-from lockstep.launch import group, local, starting
+from lockstep.launch import local, worker_group
 from lockstep.launch.local import launch
 from lockstep.launch.supervision import Supervisor
 
@@ -34,10 +34,10 @@ def supervised(
         failures: How many tries to start them again fail, for lack of processes.
         stop: "record": the launcher is stopped once the first round's result is recorded.
     """
-    group._GRACE, group._SETTLE = 0.5, 0.2
-    begin, record, tries = starting.Round.begin, local.append_ends, iter([False, *[True] * failures])
+    worker_group._GRACE, worker_group._SETTLE = 0.5, 0.2
+    begin, record, tries = worker_group.Round.begin, local.append_ends, iter([False, *[True] * failures])
 
-    def refusing(job: starting.Ranks, **options: Any) -> starting.Round:
+    def refusing(job: worker_group.Ranks, **options: Any) -> worker_group.Round:
         if not next(tries, False):
             return begin(job, **options)
         raise RunFailed(f"its ranks can't be started: {OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))}")
@@ -47,7 +47,7 @@ def supervised(
         if stop == "record":
             os.kill(os.getpid(), signal.SIGTERM)
 
-    starting.Round.begin, local.append_ends = refusing, recording  # type: ignore[method-assign]
+    worker_group.Round.begin, local.append_ends = refusing, recording  # type: ignore[method-assign]
     again = partial(play, ["return:0"] * len(script))
     supervisor = Supervisor(Recovery(restarts=1), lambda: step, lambda: again)
     folder = Path(logs) if logs else None

@@ -16,15 +16,14 @@ from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Recovery
 from lockstep.core.errors import RunFailed
 from lockstep.core.failure_kinds import FailureKind
-from lockstep.launch import starting
+from lockstep.launch import worker_group
 from lockstep.launch.agent import LeaderRounds
 from lockstep.launch.ends import End
 from lockstep.launch.ends_file import read_ends
-from lockstep.launch.group import SignalRequests
 from lockstep.launch.local import _unless_stopped, launch, result_of
 from lockstep.launch.outcome import LaunchResult
-from lockstep.launch.starting import Ranks
 from lockstep.launch.supervision import Supervisor
+from lockstep.launch.worker_group import Ranks, SignalRequests
 
 if TYPE_CHECKING:
     from conftest import ForkServer
@@ -50,7 +49,7 @@ def test_ranks_that_cannot_be_started_at_all_end_the_run_with_the_reason(monkeyp
     def refusing(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(starting, "_start", refusing)
+    monkeypatch.setattr(worker_group, "_start", refusing)
     with pytest.raises(RunFailed, match=r"^its ranks can't be started: \[Errno 24\] Too many open files$"):
         launch(lambda: 0, 2, Launch(), None)
 

@@ -42,8 +42,8 @@ from lockstep.launch.ends_file import gist
 from lockstep.launch.outcome import LaunchResult, print_on_stderr, stopped_by
 
 if TYPE_CHECKING:
-    from lockstep.launch.group import SignalRequests
     from lockstep.launch.supervision import Supervisor
+    from lockstep.launch.worker_group import SignalRequests
 
 Entry = Callable[[], int]
 _LOST_PROXY = "the process that connects this host with the others has ended"

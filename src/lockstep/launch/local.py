@@ -13,7 +13,7 @@ Why not torch's own `torch.distributed.elastic.multiprocessing.start_processes`?
 `elastic_launch` nearly so. But when one of two ranks in an all-reduce was killed by SIGKILL, it reported the other's
 broken connection as the failure every time; a rank that ended by KeyboardInterrupt counted as done, and the run waited
 forever; and its tee takes rank 0's terminal away. Exit codes and first causes are what users see of a launcher, so
-Lockstep has its own (`group`, `ends`). An elastic agent would be a layer above, and start `rank.run_rank` on each node.
+Lockstep has its own (`worker_group`, `ends`). An elastic agent would be a layer above, and start `rank.run_rank` on each node.
 
 Ranks of several hosts are started by a launcher on each (`agent`), which knows how the others' ranks end.
 
@@ -47,7 +47,6 @@ from lockstep.launch.devices import check_ranks
 from lockstep.launch.ends import End, describe, first_cause, with_cause
 from lockstep.launch.ends_file import append_ends, gist
 from lockstep.launch.forking import may_fork
-from lockstep.launch.group import SignalRequests, watch
 from lockstep.launch.other_launchers import (
     read_at_start,
     refuse_unsettable,
@@ -57,8 +56,8 @@ from lockstep.launch.other_launchers import (
 from lockstep.launch.outcome import LaunchResult, kind_of_stop, print_on_stderr
 from lockstep.launch.rank import append_end, run_entry, signals_stop
 from lockstep.launch.rank_stacks import with_last_words
-from lockstep.launch.starting import Ranks, Round
 from lockstep.launch.supervision import Rounds
+from lockstep.launch.worker_group import Ranks, Round, SignalRequests, watch
 
 _UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script
 _GUARD = (
