@@ -144,7 +144,7 @@ def test_checkpoints_go_to_the_bucket(capsys: pytest.CaptureFixture[str]) -> Non
         ([*NEEDED, *TRAIN, "run.folder=/data/run"], "run.folder: /data/run has to be a path below this folder"),
         ([*NEEDED, *TRAIN, "run.folder=it's here"], "run.folder: it's here has to be a path below this folder"),
         ([*NEEDED, "train", "mine.yaml"], "mine.yaml: is here, and not among the files that are copied"),
-        ([*NEEDED, "--setup", "x" * 17000, *TRAIN], "the script of an instance has 2"),
+        ([*NEEDED, "--setup", "x" * 17000, *TRAIN], "the script of an instance has 19,"),
         ([*NEEDED, "--max-hours", "0", *TRAIN], "--max-hours: '0' is not a number above 0"),
         ([*NEEDED, "--source", "nowhere", *TRAIN], "--source: nowhere is not a folder; give one, or none"),
     ],

@@ -13,7 +13,7 @@ Why not torch's own `torch.distributed.elastic.multiprocessing.start_processes`?
 `elastic_launch` nearly so. But when one of two ranks in an all-reduce was killed by SIGKILL, it reported the other's
 broken connection as the failure every time; a rank that ended by KeyboardInterrupt counted as done, and the run waited
 forever; and its tee takes rank 0's terminal away. Exit codes and first causes are what users see of a launcher, so
-Lockstep has its own (`worker_group`, `ends`). An elastic agent would be a layer above, and start `rank.run_rank` on each node.
+Lockstep has its own (`worker_group`, `ends`).
 
 Ranks of several hosts are started by a launcher on each (`agent`), which knows how the others' ranks end.
 

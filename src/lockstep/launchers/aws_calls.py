@@ -122,7 +122,7 @@ def _session(profile: str | None, region: str | None) -> Any:
 
 
 def _failed(error: Exception, name: str, region: str) -> CallFailed:
-    fault = getattr(error, "response", {}).get("Error", {})
+    fault = (getattr(error, "response", None) or {}).get("Error", {})
     text, _, _ = (fault.get("Message") or str(error)).partition("Encoded authorization failure message:")
     why, code = plain_line(" ".join(text.split()))[:300].rstrip(". "), str(fault.get("Code", ""))
     return CallFailed(f"{name} failed in {region}: {why}{f' ({code})' if code else ''}", code)
