@@ -165,14 +165,12 @@ def test_a_job_that_another_command_cancels(
 ) -> None:
     job = launched(moto, capsys)
     meanwhile(monkeypatch, lambda: aws_job.remove(AwsCalls("us-east-1"), job_named(job.number)))
-    monkeypatch.setattr(aws_job, "instances", lambda calls, job: _without_terminated(calls, job))
+    instances = aws_job.instances
+    live = [{"Name": "instance-state-name", "Values": ["running"]}]
+    monkeypatch.setattr(aws_job, "instances", lambda calls, job, *_: instances(calls, job, *live))
     assert AWS.follow(job) == 130
     assert f"AWS job {job.number}: removed" in capsys.readouterr().err
     assert moto.left() == []
-
-
-def _without_terminated(calls: AwsCalls, job: Any) -> list[Any]:
-    return [each for each in aws_job.instances(calls, job) if each["State"]["Name"] != "terminated"]
 
 
 def test_results_that_cannot_be_written_stay_and_nothing_runs(moto: Cloud, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,6 +61,8 @@ class Site:
         self.wait_for(lambda: all((folder / "script").exists() for folder in folders))
         code = "from kit.aws_hosts import be_instance; be_instance(Path({!r}), {})"
         opt = Path("/opt/lockstep")
+        for node in range(2):  # of an earlier run of this drill
+            shutil.rmtree(folder_of(node, opt), ignore_errors=True)
         return [self.python(node, code.format(str(folder), node), opt) for node, folder in enumerate(folders)]
 
     def wait_for(self, moment: Callable[[], object]) -> None:
