@@ -15,7 +15,7 @@ import pytest
 import yaml
 from kit.aws_hosts import PORT
 from kit.commands import Running
-from kit.hosts import Network, needs_hosts, network
+from kit.hosts import Network, folder_of, needs_hosts, network
 from kit.s3 import environment
 
 from lockstep.launchers.aws_user_data import wheel, wheel_name
