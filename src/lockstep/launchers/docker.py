@@ -117,7 +117,7 @@ class DockerLauncher:
 
         def print_new(status: JobStatus) -> None:
             nonlocal since
-            if not _is_kept(job):
+            if _kept_end(job) is None:
                 _print_log(job.number, since)
                 since = str(time.time())
             _finished(job, status)
@@ -325,16 +325,12 @@ def _print_log(number: str, since: str) -> None:
 
 def _finished(job: LaunchedJob, status: JobStatus) -> JobStatus:
     """Keep the logs and the end of a job in its folder, and remove its containers; leave them if there is no folder."""
-    if status.code is not None and job.folder is not None and not _is_kept(job):
+    if status.code is not None and job.folder is not None and _kept_end(job) is None:
         end = {"job": job.number, "code": status.code, "text": status.text}
         write_files({job.folder / _LOG_FILE: _compose(job.number, "logs", "--no-color")})
         write_files({job.folder / _END_FILE: json.dumps(end, indent=2) + "\n"})
         _remove(job.number)
     return status
-
-
-def _is_kept(job: LaunchedJob) -> bool:
-    return _kept_end(job) is not None
 
 
 def _kept_end(job: LaunchedJob) -> JobStatus | None:

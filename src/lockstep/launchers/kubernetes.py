@@ -81,7 +81,11 @@ class KubernetesLauncher:
             try:
                 _create(plan.commands[1:])
             except RunFailed as failure:
-                _undo(kubectl, resources, failure)
+                try:
+                    _delete(kubectl, resources)
+                except RunFailed as second:
+                    left = shlex.join([*kubectl, "delete", "--ignore-not-found", *resources])
+                    raise RunFailed(f"{failure}; what was created is left ({second}); delete it: {left}") from None
                 raise
         context = [word.partition("=")[2] for word in kubectl if word.startswith("--context=")]
         return "/".join([*context, namespace, "job", name])
@@ -151,15 +155,6 @@ def _create(commands: Sequence[Sequence[str]]) -> None:
         given = secrets.token_hex(32) if TOKEN in words[-1] else None
         output = _asked([word.replace(f'"{_UID}"', f'"{uid}"') for word in words], given)
         uid = output.strip() if words[-1].endswith(_ITS_UID) else uid
-
-
-def _undo(kubectl: Sequence[str], resources: Sequence[str], failure: RunFailed) -> None:
-    """Delete what was created before a call failed. Raises RunFailed, with both reasons, if that fails too."""
-    try:
-        _delete(kubectl, resources)
-    except RunFailed as second:
-        left = shlex.join([*kubectl, "delete", "--ignore-not-found", *resources])
-        raise RunFailed(f"{failure}; what was created is left ({second}); delete it: {left}") from None
 
 
 # --- what the cluster knows of a job --------------------------------------------------------------------------------
