@@ -47,7 +47,7 @@ def work() -> int:
 def launch_on_host(node: int, address: str) -> int:
     from lockstep.config.schema import Launch
     from lockstep.launch.local import import_ahead, launch
-    from lockstep.launch.meeting import connected_hosts
+    from lockstep.launch.rendezvous import connected_hosts
 
     section = Launch(nodes=2, rendezvous=address, node_rank=node, device="cpu")
     with connected_hosts(section, 1, {}) as hosts:

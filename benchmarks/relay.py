@@ -110,7 +110,7 @@ def store_port(node: int, hosts: int, address: str, relayed: bool) -> Iterator[t
     """Yield the port at which this host's ranks reach the store, and the process of its relay; 0: it has none."""
     global LISTENER
     from lockstep.config.schema import Launch
-    from lockstep.launch.meeting import connected_hosts
+    from lockstep.launch.rendezvous import connected_hosts
 
     own = int(address.partition(":")[2])
     if node == 0:
@@ -124,11 +124,12 @@ def store_port(node: int, hosts: int, address: str, relayed: bool) -> Iterator[t
         meeting.meet()
         if node == 0:
             meeting.open_store(own)
-        yield own if node == 0 else meeting.store_port, meeting._relay.pid
+        yield own if node == 0 else meeting.store_port, meeting._proxy._process.pid
         if node == 0:
+            from lockstep.core.failure_kinds import FailureKind
             from lockstep.launch.outcome import LaunchResult
 
-            meeting.finish(LaunchResult(0))
+            meeting.finish(LaunchResult(FailureKind.DONE))
 
 
 def in_threads(ranks: range, work: Callable[[int], None]) -> None:

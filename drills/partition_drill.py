@@ -165,7 +165,7 @@ def _check_halves(cluster: Cluster, launched: Launchers, host: int, seconds: flo
 def _ranks(launcher: Running) -> list[int]:
     """Return the ranks' processes; the relay is no rank."""
     names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in launcher.ranks}
-    return [pid for pid, name in names.items() if b"relay" not in name]
+    return [pid for pid, name in names.items() if b"proxy" not in name]
 
 
 # what happens: --nodes, hosts, what is done

@@ -54,7 +54,7 @@ MESSAGES: dict[str, tuple[str, str]] = {
         "--warmup: Lockstep's key is schedule.warmup_steps: write `schedule.warmup_steps: 10`",
     ),
     "a name, which is the folder's": (
-        "train --run_name x", "--run_name: a run's name is its folder; write run.folder: runs/x",
+        "train --run_name x", "--run_name: write run.folder: runs/x, since a run's name is its folder",
     ),
     "an interval of saves": (
         "train --checkpoint_every 5",

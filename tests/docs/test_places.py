@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import main
+from lockstep.launchers import aws
 from lockstep.launchers.registry import BUILTIN
 
 README = Path(__file__).parents[2] / "README.md"
@@ -27,6 +28,7 @@ def test_the_command_can_be_launched(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")  # which a user of AWS has configured
+    monkeypatch.setattr(aws, "facts_of", lambda calls, options: aws.AwsFacts("ami-1", "/dev/sda1"))
     where, rest = command.split(maxsplit=3)[2:]
     assert main(["launch", where, "--dry-run", *shlex.split(rest)]) == 0, capsys.readouterr().err
     assert capsys.readouterr().out

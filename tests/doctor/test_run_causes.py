@@ -20,7 +20,7 @@ from kit.commands import run_lockstep, start_lockstep
 from lockstep.doctor.losses import finding_of_losses
 from lockstep.doctor.run import describe_run, diagnose_run, run_as_json
 from lockstep.launch.ends_file import file_name
-from lockstep.launch.group import _SAME_REQUEST
+from lockstep.launch.worker_group import _SAME_REQUEST
 from lockstep.report.series import Series
 
 PROGRAM = """

@@ -95,9 +95,8 @@ class Cloud:
 def ends(moto: Cloud, job: str, *codes: int) -> None:
     """Put into the bucket what the script of the instances does, once they have these exit codes."""
     place = job.split("/", 2)[2]
-    moto.put(f"{place}/logs/0/{0:015}", "step 1\nstep")
-    moto.put(f"{place}/logs/0/{11:015}", " 2\n")
-    moto.put(f"{place}/logs/1/{0:015}", "a note of node 1\n")
+    moto.put(f"{place}/logs/0", "step 1\nstep 2\n")
+    moto.put(f"{place}/logs/1", "a note of node 1\n")
     moto.put(f"{place}/results/summary.json", "{}")
     moto.put(f"{place}/results/logs/rank-0.log", "hello")
     for node, code in enumerate(codes):

@@ -79,7 +79,7 @@ class Network(namespaces.Network):
 
 
 def _with_silence(seconds: float, command: Callable[[], None]) -> None:
-    with patch("lockstep.launch.meeting.SILENCE_S", seconds):
+    with patch("lockstep.launch.rendezvous.SILENCE_S", seconds):
         command()
 
 

@@ -99,7 +99,6 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "weights_are_bitwise_identical_to_the_engine_s": 0,
     },
     "launch/test_elastic_restarts.py": {"nodes_that_count_restarts_differently_meet": 0},
-    "launch/test_further_rounds.py": {"ranks_that_cannot_be_started_at_once_start_later": 0},
     "launch/test_hang_watch.py": {
         "a_start_that_hangs_is_ended_by_its_own_limit": 1,
         "beside_other_hosts_a_rank_hangs_that_is_in_no_collective_by_its_stack": 0,

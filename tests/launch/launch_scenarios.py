@@ -16,13 +16,12 @@ from typing import Any
 
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Recovery
-from lockstep.core.errors import ConfigError, Failure, ReplicasDiffer, RunFailed, Stopped
+from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
 from lockstep.core.ranks import RankEnvironment
-from lockstep.launch import group, meeting, starting
-from lockstep.launch.host_rounds import FollowerRounds, LeaderRounds
-from lockstep.launch.hosts import Hosts
+from lockstep.launch import rendezvous, worker_group
+from lockstep.launch.agent import FollowerRounds, Hosts, LeaderRounds
 from lockstep.launch.local import launch, may_fork
-from lockstep.launch.meeting import connected_hosts
+from lockstep.launch.rendezvous import connected_hosts
 from lockstep.launch.supervision import Rounds, Supervisor
 
 
@@ -34,7 +33,11 @@ def acts(
     ahead: Sequence[str] = (),
 ) -> int:
     """Launch ranks, of which rank N performs script[N]; return the exit code, or the sum of exit codes if repeated."""
-    group._GRACE, group._SETTLE, group._SETTLE_PEER = 0.5, 0.2, 4.0  # a test has less time than a cluster
+    worker_group._GRACE, worker_group._SETTLE, worker_group._SETTLE_PEER = (
+        0.5,
+        0.2,
+        4.0,
+    )  # a test has less time than a cluster
     launch_section = Launch(**(section or {}))
     entry = partial(play, list(script))
     folder = Path(logs) if logs else None
@@ -50,8 +53,8 @@ def host_acts(
 ) -> int:
     """Launch the ranks of one of several hosts; rank N of all performs script[N]. Return the exit code."""
     if versions is not None:
-        meeting.versions = lambda: versions
-    group._GRACE, group._SETTLE, group._SETTLE_PEER = 0.5, 0.2, 4.0
+        rendezvous.versions = lambda: versions
+    worker_group._GRACE, worker_group._SETTLE, worker_group._SETTLE_PEER = 0.5, 0.2, 4.0
     launch_section = Launch(**section)
     try:
         with connected_hosts(launch_section, ranks, settings or {}) as hosts:
@@ -77,7 +80,7 @@ def host_rounds(
     Args:
         fails: Ranks can't be started after the first round.
     """
-    group._GRACE, group._SETTLE, group._SETTLE_PEER = 0.5, 0.2, 4.0
+    worker_group._GRACE, worker_group._SETTLE, worker_group._SETTLE_PEER = 0.5, 0.2, 4.0
     launch_section = Launch(**section)
 
     def entry() -> Callable[[], int]:
@@ -92,7 +95,7 @@ def host_rounds(
             rounds: Rounds = FollowerRounds(hosts, wait, lambda folder, decision: entry())
             if hosts.leads:
                 supervisor = Supervisor(Recovery(), lambda: 0, next_round)
-                rounds = LeaderRounds(hosts, supervisor, wait, hosts.elastic, Path("run"), lambda entry: {})
+                rounds = LeaderRounds(hosts, supervisor, wait, Path("run"), lambda entry: {})
                 hosts.open_folder(Path("run"), {})
             elif hosts.wait_for_folder() is None:
                 return 0
@@ -108,14 +111,14 @@ def host_rounds(
 
 
 def _fail_after_first_round(hosts: Hosts) -> None:
-    begin, starting._PAUSES_S = starting.Round.begin, ()
+    begin = worker_group.Round.begin
 
-    def refusing(job: starting.Ranks, **options: Any) -> starting.Round:
+    def refusing(job: worker_group.Ranks, **options: Any) -> worker_group.Round:
         if hosts.round > 1:
-            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            raise RunFailed(f"its ranks can't be started: {OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))}")
         return begin(job, **options)
 
-    starting.Round.begin = refusing  # type: ignore[method-assign]
+    worker_group.Round.begin = refusing  # type: ignore[method-assign]
 
 
 def refused(script: Sequence[str], section: dict[str, object]) -> int:
@@ -236,10 +239,6 @@ def _stop(value: str, me: RankEnvironment) -> None:
     raise Stopped(value)
 
 
-def _differ(value: str, me: RankEnvironment) -> None:
-    raise ReplicasDiffer("copies differ", (int(value),) if value else ())
-
-
 def _quit(value: str, me: RankEnvironment) -> None:
     sys.exit(value)
 
@@ -345,7 +344,6 @@ _VERBS = {
     "config": _config,
     "give-up": _give_up,
     "stop": _stop,
-    "differ": _differ,
     "quit": _quit,
     "kill": _kill,
     "stop-launcher": _stop_launcher,

@@ -24,8 +24,8 @@ from lockstep.launch.ends import (
     first_cause,
     with_cause,
 )
-from lockstep.launch.group import RankProcess
 from lockstep.launch.rank import run_entry
+from lockstep.launch.worker_group import RankProcess
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:41938"
 

@@ -16,28 +16,22 @@ from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Recovery
 from lockstep.core.errors import RunFailed
 from lockstep.core.failure_kinds import FailureKind
+from lockstep.launch import worker_group
+from lockstep.launch.agent import LeaderRounds
 from lockstep.launch.ends import End
 from lockstep.launch.ends_file import read_ends
-from lockstep.launch.group import SignalRequests
-from lockstep.launch.host_rounds import LeaderRounds
 from lockstep.launch.local import _unless_stopped, launch, result_of
 from lockstep.launch.outcome import LaunchResult
-from lockstep.launch.starting import Ranks, Round
 from lockstep.launch.supervision import Supervisor
+from lockstep.launch.worker_group import Ranks, SignalRequests
 
 if TYPE_CHECKING:
     from conftest import ForkServer
 
-    from lockstep.launch.hosts import Hosts
+    from lockstep.launch.agent import Hosts
 
 NO_PROCESSES = "[Errno 11] Resource temporarily unavailable"
 KILLED = ["deaf,sleep:30", "kill:9"]
-
-
-def test_ranks_that_cannot_be_started_at_once_start_later(fork_server: ForkServer) -> None:
-    code, _, err = fork_server.run("supervised", script=KILLED, failures=2)
-    assert code == 0, err
-    assert err.count(f"its ranks can't start yet: {NO_PROCESSES}; trying for 0.1 s") == 1
 
 
 def test_ranks_that_cannot_be_started_again_end_the_run_with_the_reason(
@@ -46,16 +40,16 @@ def test_ranks_that_cannot_be_started_again_end_the_run_with_the_reason(
     code, _, err = fork_server.run("supervised", script=KILLED, failures=99, logs=str(tmp_path))
     assert code == 1
     assert "Traceback" not in err
-    first, second = "rank 1 was killed by SIGKILL", f"its ranks can't be started again: {NO_PROCESSES}"
+    first, second = "rank 1 was killed by SIGKILL", f"its ranks can't be started: {NO_PROCESSES}"
     assert err.index(f"lockstep: {first}") < err.index(second)
     assert [ends.text.startswith(first) for ends in read_ends(tmp_path)] == [True, True]
 
 
 def test_ranks_that_cannot_be_started_at_all_end_the_run_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refusing(job: Ranks) -> Round:
+    def refusing(*_: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(Round, "begin", refusing)
+    monkeypatch.setattr(worker_group, "_start", refusing)
     with pytest.raises(RunFailed, match=r"^its ranks can't be started: \[Errno 24\] Too many open files$"):
         launch(lambda: 0, 2, Launch(), None)
 
@@ -73,18 +67,11 @@ TAKEN = "/run belongs to another run now"
 def test_no_ranks_start_where_another_run_is_now(kind: FailureKind, pauses: bool, ended: FailureKind) -> None:
     """After a failure, and after hosts have paused their ranks for another one."""
     supervisor = Supervisor(Recovery(restarts=1), lambda: 7, lambda: lambda: 0, taken=lambda: TAKEN)
-    hosts = cast("Hosts", SimpleNamespace(pauses=pauses, has_gone=False))
-    rounds = LeaderRounds(hosts, supervisor, 0.0, elastic=True, folder=Path("/run"), decision=lambda entry: {})
+    hosts = cast("Hosts", SimpleNamespace(pauses=pauses, elastic=True))
+    rounds = LeaderRounds(hosts, supervisor, 0.0, folder=Path("/run"), decision=lambda entry: {})
     result = LaunchResult(kind, "rank 0 has ended")
     assert rounds.next_entry([End(kind, "", 0.0)], result) is None
     assert rounds.concluded(result) == LaunchResult(ended, f"rank 0 has ended\n{TAKEN}: its ranks don't start again")
-
-
-def test_a_launcher_reaps_what_a_rank_that_was_killed_has_left(fork_server: ForkServer, tmp_path: Path) -> None:
-    """If it becomes its parent, as process 1 of a container does."""
-    code, _, err = fork_server.run("orphaned", folder=str(tmp_path))
-    assert code == 0, err
-    assert "its ranks start again" in err
 
 
 @pytest.mark.parametrize(
@@ -92,10 +79,9 @@ def test_a_launcher_reaps_what_a_rank_that_was_killed_has_left(fork_server: Fork
     [
         ("kill:9", 7, 75, "rank 0 was killed by SIGKILL"),
         ("raise:boom", 7, 75, "ValueError: boom"),
-        ("raise:boom", 0, 1, "ValueError: boom"),
         ("give-up:no disk", 7, 1, "no disk"),
     ],
-    ids=["killed", "exception", "exception before the first update", "a failure that would come again"],
+    ids=["killed", "exception", "a failure that would come again"],
 )
 def test_a_stop_that_comes_with_a_failure_is_one_if_ranks_would_start_again(
     fork_server: ForkServer, tmp_path: Path, act: str, step: int, code: int, text: str
@@ -131,28 +117,7 @@ def test_the_code_of_a_stop_is_that_of_its_signal(number: int, requests: int, ki
     assert (result.code, result.cut_off) == (code, True)
 
 
-@pytest.mark.parametrize(
-    ("end", "size", "code"),
-    [
-        (End(FailureKind.OUT_OF_MEMORY, "out of memory", 0.0, too_large={"batch.micro_size": 8}), 8, 75),
-        (End(FailureKind.OUT_OF_MEMORY, "out of memory", 0.0, too_large={"batch.micro_size": 1}), 1, 1),
-        (End(FailureKind.HOST_MEMORY, "was killed by SIGKILL", 0.0), 1, 75),
-    ],
-    ids=["micro-batches can be smaller", "they can't", "they can't, but the rank may start again"],
-)
-def test_a_stop_that_comes_as_memory_runs_out(end: End, size: int, code: int) -> None:
-    supervisor = Supervisor(Recovery(), lambda: 7, lambda: lambda: 0, may_be_smaller=lambda end: size > 1)
-    job = Ranks(lambda: 0, 1, Launch(), None, False, None, None)
-    with contextlib.closing(SignalRequests()) as signals:
-        signals.stop(signal.SIGTERM, None)
-        result = _unless_stopped(job, result_of([end], 9.0), [end], signals, supervisor)
-    assert result.code == code
-    again = Supervisor(Recovery(), lambda: 7, lambda: lambda: 0, smaller=lambda end: "smaller" * (size > 1))
-    assert (again.next_entry([end], result_of([end], 9.0)) is not None) is (code == 75), "what a stop has prevented"
-
-
-@pytest.mark.parametrize(("stop", "failures"), [("record", 0), ("start", 99)])
-def test_a_stop_between_rounds_is_one(fork_server: ForkServer, tmp_path: Path, stop: str, failures: int) -> None:
-    code, _, err = fork_server.run("supervised", script=KILLED, stop=stop, failures=failures, logs=str(tmp_path))
+def test_a_stop_between_rounds_is_one(fork_server: ForkServer, tmp_path: Path) -> None:
+    code, _, err = fork_server.run("supervised", script=KILLED, stop="record", logs=str(tmp_path))
     assert code == 75, err
     assert "stopped by SIGTERM; its ranks don't start again after a failure: rank 1 was killed by SIGKILL" in err

@@ -13,7 +13,7 @@ import pytest
 
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.launch.ends import End
-from lockstep.launch.group import RankProcess, SignalRequests, watch
+from lockstep.launch.worker_group import RankProcess, SignalRequests, watch
 
 if TYPE_CHECKING:
     from lockstep.launch.hang_watch import HangWatch

@@ -135,8 +135,8 @@ def test_missing_hosts_and_contradictions_are_named_on_all_hosts(fork_server: Fo
 
     rows: list[tuple[list[dict[str, object]], list[dict[str, str]], str]] = [
         ([{}, {"node_rank": 2}, {"node_rank": 2}], [{}, {}, {}], f"hosts {HOST} and {HOST} both have --node-rank 2"),
-        ([{}, {"nodes": 4}], [{}, {}], "--nodes 4"),
-        ([{}, {}], [{"optim.lr": "1"}, {"optim.lr": "2"}], "was started with other settings than host"),
+        ([{}, {"nodes": 4}], [{}, {}], "--nodes (4, not 3)"),
+        ([{}, {}], [{"optim.lr": "1"}, {"optim.lr": "2"}], "differs from host"),
     ]
     address = f"127.0.0.1:{free_port()}"
     missing = start([{}, {}], [{}, {}], rendezvous=address, timeout=1.5)
@@ -164,9 +164,8 @@ def test_versions_that_differ_are_named_on_all_hosts(fork_server: ForkServer, di
             ({**section, "node_rank": 1}, {**same, differing: "9.9"}),
         )
     ]
-    text = (
-        f"host {HOST} has {differing} 9.9, and host {HOST} {same[differing]}; install the same version on all hosts\n"
-    )
+    text = f"host {HOST} differs from host {HOST} in {differing} (9.9, not {same[differing]}); give all hosts the same "
+    text += "command, config and versions\n"
     codes, texts = ended(launched)
     assert (codes, texts) == ([2, 2], [text, text]), texts
 
@@ -215,5 +214,5 @@ def test_a_host_too_many_and_another_program_are_reported(fork_server: ForkServe
         with connection:
             connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
             assert host.wait() == 2
-    reason = f"what listens on {address} isn't a launcher of Lockstep (it sent 'SSH-2.0-OpenSSH_9.2')"
+    reason = f"what listens on {address} isn't a launcher of Lockstep"
     assert host.err == f"{reason}; give --rendezvous another port\n"

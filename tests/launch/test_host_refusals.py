@@ -24,12 +24,12 @@ ROWS = {
     "numbers of hosts": (
         ("--nodes", 2),
         ("--nodes", 3),
-        "host host-1 was started with --nodes 3, and host host-0 with --nodes 2; give all hosts the same number",
+        "host host-1 differs from host host-0 in --nodes (3, not 2); give all hosts the same",
     ),
     "configs": (
         (),
         ("optim.lr=0.02", "run.steps=9"),
-        "host host-1 was started with other settings than host host-0: optim.lr, run.steps; give all hosts the same",
+        "host host-1 differs from host host-0 in optim.lr, run.steps; give all hosts the same",
     ),
     "interface that isn't there": (
         (),

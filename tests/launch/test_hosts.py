@@ -21,7 +21,7 @@ from kit.worlds import free_port
 from lockstep.config.schema import Launch
 from lockstep.core.errors import ConfigError
 from lockstep.core.failure_kinds import FailureKind
-from lockstep.launch import meeting
+from lockstep.launch import rendezvous
 from lockstep.launch.ends_file import read_ends
 
 RUN = (
@@ -82,12 +82,12 @@ def test_node_0_knows_its_own_name_before_the_name_server_does(monkeypatch: pyte
     monkeypatch.setattr(socket, "gethostname", lambda: "train-0")
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     port = free_port()
-    listener = meeting._listener(Launch(nodes=2, node_rank=0), "train-0.train", port)
+    listener = rendezvous._listener(Launch(nodes=2, node_rank=0), "train-0.train", port)
     assert listener is not None
     with listener:
         assert listener.getsockname()[1] == port
-    with pytest.raises(ConfigError, match=r"other-0\.train can't be resolved"):
-        meeting._listener(Launch(nodes=2, node_rank=0), "other-0.train", port)
+    with pytest.raises(ConfigError, match=r"can't listen on other-0\.train"):
+        rendezvous._listener(Launch(nodes=2, node_rank=0), "other-0.train", port)
 
 
 @needs_hosts

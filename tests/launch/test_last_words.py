@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import pytest
 
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.launch.ends import End, end_of_process
-from lockstep.launch.last_words import all_with_last_words, size_of_stderr
 from lockstep.launch.local import result_of
+from lockstep.launch.rank_stacks import with_last_words
 
 SIZES = "[enforce fail at pair.cc:456] 56 vs 4. Received data size doesn't match expected size."
 THROWN = f"terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  {SIZES}\n"
@@ -30,8 +29,8 @@ Thread 0x2 (most recent call first):
 def ended(logs: Path, printed: str, exitcode: int = -6) -> tuple[End, str]:
     before = "what():  of an earlier launch\n"
     (logs / "rank-1.log").write_text(before + printed)
-    ends = all_with_last_words([_PEER, end_of_process(exitcode, 1.0)], logs, {0: 0, 1: len(before)})
-    return ends[1], result_of(ends, 9.0).text
+    end = with_last_words(end_of_process(exitcode, 1.0), logs / "rank-1.log", len(before))
+    return end, result_of([_PEER, end], 9.0).text
 
 
 _PEER = End(FailureKind.ENDED, "", 9.0)
@@ -43,11 +42,11 @@ _PEER = End(FailureKind.ENDED, "", 9.0)
         (
             THROWN + STACK,
             "was killed by SIGABRT: the ranks called different collectives, or with tensors of different sizes, "
-            f"at /my/model.py:33 in forward: {SIZES}",
+            f"at /my/model.py:33 in forward, {SIZES}",
         ),
         (
             "step 3\nfree(): invalid pointer\n" + STACK,
-            "SIGABRT: at /my/model.py:33 in forward: free(): invalid pointer",
+            "SIGABRT: at /my/model.py:33 in forward, free(): invalid pointer",
         ),
         ("terminate called without an active exception\n", "SIGABRT: terminate called without an active exception"),
         (
@@ -75,38 +74,6 @@ def test_a_long_line_is_searched_in_no_time(tmp_path: Path) -> None:
 def test_the_line_of_a_crash(tmp_path: Path) -> None:
     end, _ = ended(tmp_path, STACK.replace("Aborted", "Segmentation fault"), -11)
     assert end.text == "was killed by SIGSEGV: at /my/model.py:33 in forward"
-
-
-def test_rank_0_is_read_where_standard_error_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "rank-0.log").write_text("step 3\n")
-    (tmp_path / "err").write_text("what():  of an earlier launch\n")
-    saved = os.dup(2)
-    file = os.open(tmp_path / "err", os.O_WRONLY | os.O_APPEND)
-    try:
-        os.dup2(file, 2)
-        began = size_of_stderr()
-        died = end_of_process(-6, 1.0)
-        silent = all_with_last_words([died], tmp_path, {0: 0}, began)
-        os.write(2, THROWN.encode() + STACK.encode())
-        ends = all_with_last_words([died, _PEER], tmp_path, {0: 0, 1: 0}, began)
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(file)
-    assert silent[0].text == "was killed by SIGABRT"
-    assert ends[0].text.endswith(f"at /my/model.py:33 in forward: {SIZES}")
-
-
-def test_rank_0_on_a_pipe_has_no_more_words(tmp_path: Path) -> None:
-    saved = os.dup(2)
-    pipe = os.pipe()
-    try:
-        os.dup2(pipe[1], 2)
-        assert size_of_stderr() is None
-    finally:
-        os.dup2(saved, 2)
-        for handle in (saved, *pipe):
-            os.close(handle)
 
 
 def test_secrets_are_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

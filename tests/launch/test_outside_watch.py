@@ -75,9 +75,8 @@ def test_a_rank_that_hangs_is_named_and_killed(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"rank 1 was ended by SIGKILL|rank 0 raised"):
         in_world(2, _train_watched, str(tmp_path))
     report = (tmp_path / "run/logs/hangs.txt").read_text()
-    assert "rank 1 hangs in its forward at" in report
+    assert "rank 1 hangs in the forward at" in report
     assert "test_outside_watch.py" in report
-    assert "the other rank waits for it" in report
     wait_until(lambda: _watches() <= before)  # it ends with the ranks
 
 
@@ -154,6 +153,6 @@ def test_torchrun_starts_the_ranks_again(tmp_path: Path) -> None:
         [sys.executable, *words, "small.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=200, env=environ
     )
     assert done.returncode == 0, done.stderr
-    assert "lockstep: rank 1 hasn't moved for" in done.stderr
-    assert done.stderr.count("rank 1 hangs in its forward at") == 1
+    assert "lockstep: rank 1 hangs" in done.stderr
+    assert done.stderr.count("rank 1 hangs in the forward at") == 1
     assert done.stdout.count("resumes from step 9") == 1

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kit.commands import Running
@@ -21,8 +20,7 @@ from kit.hosts import needs_hosts, network
 from kit.waiting import UNHURRIED
 from kit.worlds import served
 
-from lockstep.launch.host_protocol import _proof, job_key, store_of
-from lockstep.launch.relaying import StoreEnd, taken_over
+from lockstep.launch.channel import _proof, job_key, join, store_of
 
 RUN = (
     "train", "digits", "run.steps=100000", "launch.device=cpu", "monitor.every=1", "run.folder=run",
@@ -139,7 +137,7 @@ def test_a_connection_is_passed_on_whole_at_the_pace_of_its_reader() -> None:
 
 
 async def _passed_on(size: int) -> tuple[int, int]:
-    """Send through two joined ends to a slow reader; return the bytes read, and those sent before it read anything."""
+    """Send through two joined connections to a slow reader; return the bytes read, and those sent before that."""
     loop = asyncio.get_running_loop()
     sent = 0
 
@@ -152,10 +150,7 @@ async def _passed_on(size: int) -> tuple[int, int]:
         writer.close()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        near, far = taken_over(writer), StoreEnd()
-        await loop.create_connection(lambda: far, *source.sockets[0].getsockname())
-        near.join(far)
-        await near.is_over.wait()
+        await join((reader, writer), await asyncio.open_connection(*source.sockets[0].getsockname()))
 
     source = await asyncio.start_server(send, "127.0.0.1", 0)
     middle = await asyncio.start_server(accept, "127.0.0.1", 0)
@@ -166,34 +161,3 @@ async def _passed_on(size: int) -> tuple[int, int]:
         while data := await loop.sock_recv(connection, 1 << 20):
             received += len(data)
     return received, before
-
-
-class Recorded(asyncio.Transport):
-    """A transport that keeps what is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-
-    def write(self, data: Any) -> None:
-        self.written += bytes(data)
-
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
-
-    def is_closing(self) -> bool:
-        return False
-
-
-def test_what_comes_before_two_connections_are_joined_is_passed_on_first() -> None:
-    near, far = StoreEnd(), StoreEnd()
-    transports = Recorded(), Recorded()
-    for end, transport in zip((near, far), transports, strict=True):
-        end.connection_made(transport)
-    near.data_received(b"one ")  # as Python 3.11.2 does with a new connection, although it is paused
-    near.data_received(b"two ")
-    near.join(far)
-    near.data_received(b"three")
-    assert transports[1].written == b"one two three"
-    assert transports[0].written == b""

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.streams import log_path, remarks
-
 _DOUBLED = """
 from pathlib import Path
 from lockstep.launch.streams import doubled
@@ -50,10 +48,3 @@ def test_a_log_gets_all_lines(tmp_path: Path) -> None:
     done = _run(_DOUBLED, str(tmp_path / "log"))
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "log").read_text().splitlines() == ["line 0", "line 1", "line 2"]
-
-
-def test_remarks_of_other_ranks_have_no_null_bytes(tmp_path: Path) -> None:
-    log_path(tmp_path, 1).write_bytes(b"ERROR: Unexpected segmentation fault encountered in worker.\n\0")
-    log_path(tmp_path, 2).write_bytes(b"\0ERROR: another\n")
-    found = remarks(tmp_path, {1: 0, 2: 0})
-    assert found == ["rank 1: ERROR: Unexpected segmentation fault encountered in worker.", "rank 2: ERROR: another"]

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from kit.aws_hosts import PORT
 from kit.commands import Running
-from kit.hosts import Network, needs_hosts, network
+from kit.hosts import Network, folder_of, needs_hosts, network
 from kit.s3 import environment
 
 from lockstep.launchers.aws_user_data import wheel, wheel_name
@@ -61,6 +61,8 @@ class Site:
         self.wait_for(lambda: all((folder / "script").exists() for folder in folders))
         code = "from kit.aws_hosts import be_instance; be_instance(Path({!r}), {})"
         opt = Path("/opt/lockstep")
+        for node in range(2):  # of an earlier run of this drill
+            shutil.rmtree(folder_of(node, opt), ignore_errors=True)
         return [self.python(node, code.format(str(folder), node), opt) for node, folder in enumerate(folders)]
 
     def wait_for(self, moment: Callable[[], object]) -> None:

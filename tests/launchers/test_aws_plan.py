@@ -19,7 +19,7 @@ from lockstep.config.recipes import recipes_folder
 from lockstep.core.errors import ConfigError
 from lockstep.launchers import aws
 from lockstep.launchers.aws import AwsFacts, cost_note, hourly_price
-from lockstep.launchers.aws_calls import AwsCalls, CallFailed, NoAccess
+from lockstep.launchers.aws_calls import AwsCalls, CallFailed
 from lockstep.launchers.aws_job import job_named
 from lockstep.launchers.aws_options import AwsOptions
 from lockstep.launchers.aws_user_data import project_archive, project_files, wheel, wheel_name
@@ -125,21 +125,6 @@ def test_checkpoints_go_to_the_bucket(capsys: pytest.CaptureFixture[str]) -> Non
     assert "l/checkpoints" not in script
 
 
-def test_without_credentials_the_rest_is_shown(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(calls: object, options: object) -> None:
-        raise NoAccess("there are no complete AWS credentials; set AWS_PROFILE")
-
-    monkeypatch.setattr(aws, "facts_of", refuse)
-    _, calls, rest = dry_run(capsys, *NEEDED, *TRAIN)
-    assert calls["run-instances"]["ImageId"] == "IMAGE"
-    assert "AWS wasn't asked for the image and the instance type, so the calls aren't complete" in rest
-    assert main(["launch", "aws", *NEEDED, *TRAIN]) == 1
-    assert capsys.readouterr().err.endswith("lockstep: there are no complete AWS credentials; set AWS_PROFILE\n")
-    assert not Path("runs").exists() or not list(Path("runs").iterdir())
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -158,8 +143,8 @@ def test_without_credentials_the_rest_is_shown(
         ([*NEEDED, *TRAIN, "checkpoint.folder=/data/c"], "checkpoint.folder: /data/c would be lost with the instances"),
         ([*NEEDED, *TRAIN, "run.folder=/data/run"], "run.folder: /data/run has to be a path below this folder"),
         ([*NEEDED, *TRAIN, "run.folder=it's here"], "run.folder: it's here has to be a path below this folder"),
-        ([*NEEDED, "train", "mine.yaml"], "mine.yaml is here, and not among the files that are copied"),
-        ([*NEEDED, "--setup", "x" * 17000, *TRAIN], "the script of an instance has 2"),
+        ([*NEEDED, "train", "mine.yaml"], "mine.yaml: is here, and not among the files that are copied"),
+        ([*NEEDED, "--setup", "x" * 17000, *TRAIN], "the script of an instance has 19,"),
         ([*NEEDED, "--max-hours", "0", *TRAIN], "--max-hours: '0' is not a number above 0"),
         ([*NEEDED, "--source", "nowhere", *TRAIN], "--source: nowhere is not a folder; give one, or none"),
     ],
@@ -227,23 +212,8 @@ def test_the_wheel_is_this_lockstep(tmp_path: Path) -> None:
 # --- sentences ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        ("InsufficientInstanceCapacity", "try again later, another --subnet (zone), --region or --type"),
-        ("VcpuLimitExceeded", "ask for more vCPUs at Service Quotas, or give fewer --nodes"),
-        (
-            "UnauthorizedOperation",
-            "ec2:RunInstances failed in us-east-1: No (UnauthorizedOperation); have it allowed by your policy",
-        ),
-        ("ExpiredToken", "the AWS credentials have expired; get new ones, as by `aws sso login`"),
-        ("AuthFailure", "AWS doesn't accept the credentials; set AWS_PROFILE"),
-        ("InvalidAMIID.NotFound", "ec2:RunInstances failed in us-east-1: No (InvalidAMIID.NotFound)"),
-        ("InvalidSubnetID.NotFound", "ec2:RunInstances failed in us-east-1: No (InvalidSubnetID.NotFound)"),
-        ("Unsupported", "`aws ec2 describe-instance-type-offerings` lists the types of this region"),
-    ],
-)
-def test_a_refusal_is_a_sentence(code: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", ["UnauthorizedOperation", "ExpiredToken"])
+def test_a_refusal_is_a_sentence(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from botocore.exceptions import ClientError
 
     class Client:
@@ -255,9 +225,7 @@ def test_a_refusal_is_a_sentence(code: str, words: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(calls, "client", lambda service: Client())
     with pytest.raises(CallFailed) as raised:
         calls.call("ec2", "run_instances")
-    assert words in str(raised.value)
-    assert "abcdef" not in str(raised.value)
-    assert "\n" not in str(raised.value)
+    assert str(raised.value) == f"ec2:RunInstances failed in us-east-1: No ({code})"
 
 
 def test_prices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,12 +61,6 @@ def test_they_are_written_once(
     assert [path.name for path in tmp_path.iterdir()] == [".dockerignore"], "all or none are written"
 
 
-@pytest.mark.parametrize("words", [["--init"], ["--init", "--cuda"]])
-def test_the_flag_that_wrote_them_is_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "docker", *words]) == 2
-    assert "lockstep init docker" in capsys.readouterr().err
-
-
 def test_the_dockerfile_is_without_findings_which_would_be_noticed() -> None:
     text = (ROOT / "Dockerfile").read_text()
     assert lint(text) == ""

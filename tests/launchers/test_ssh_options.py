@@ -67,7 +67,6 @@ def test_a_value_from_here_is_not_written_down(
         (["--hosts", "[-oProxyCommand=x]", "train", "digits"], "is not a host"),
         (["--hosts", "a,me@b,a", "train", "digits"], "host a is named twice; name it once"),
         (["--hosts", "a,", "train", "digits"], "--hosts: '' is not a host"),
-        (["--hostfile", "b", "train", "digits"], "--hostfile: there is no such flag any more: --hosts $(paste"),
         (["--hosts", "a,b", "verify", "digits"], "--hosts: 2 hosts, but `lockstep verify` runs on one; name one"),
         (["--hosts", "a:2", "verify", "digits"], "--hosts: `lockstep verify` takes no number of ranks from its host"),
         (

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 87_265
-MOST_FILES = 480
-MOST_CODE = 51_504
+MOST_LINES = 86_299
+MOST_FILES = 474
+MOST_CODE = 50_886
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
-LARGER_PACKAGES = {"training": 10_236, "monitor": 6_447, "launch": 5_720}
+LARGER_PACKAGES = {"training": 10_228, "monitor": 6_447}
 MOST_SMALL_FILES = 7
 """Files of less than 60 lines, an `__init__` aside, that one other file imports."""
 MOST_IN_CIRCLES = {

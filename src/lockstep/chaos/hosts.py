@@ -19,7 +19,7 @@ from pathlib import Path
 from lockstep.chaos.kinds import Cluster
 from lockstep.chaos.launchers import Launchers
 from lockstep.chaos.namespaces import Network, joined, new_name
-from lockstep.launch.meeting import TOKEN
+from lockstep.launch.rendezvous import TOKEN
 from lockstep.resilience.faults import FAULTS, HOST, SHRINK, Fault, events_of, note
 from lockstep.training.job import Job
 from lockstep.training.on_hosts import train_on_hosts

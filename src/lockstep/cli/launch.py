@@ -38,29 +38,6 @@ VERB is one of {", ".join(VERBS)}, with its own arguments: the same command line
 JOB is the identifier that was printed, RUN the folder of the run. Exit codes with --follow, and of `follow`, are
 those of the command: 0 done, 1 failed, 2 fix your config, 75 stopped and saved, 130 stopped."""
 
-_GONE = {
-    ("aws", "image"): "--program 'docker run ... IMAGE lockstep' starts a container: docs/aws.md",
-    ("aws", "placement"): "--placement-group names one that you have made",
-    ("aws", "spot-only"): "--spot asks for spot instances, and for no others",
-    ("aws", "ssh-from"): "allow ssh in a group of your own, and give it with --security-group",
-    ("docker", "cuda"): "--gpus-per-node 1 is the same",
-    ("docker", "init"): "lockstep init docker writes the Dockerfile and compose.yaml",
-    ("kubernetes", "kind"): "a Job runs on every cluster; docs/other-schedulers.md has a TrainJob",
-    ("ssh", "hostfile"): "--hosts $(paste -sd, FILE) reads a file with a host on each line",
-    ("slurm", "container"): "--program 'apptainer exec --nv IMAGE lockstep' starts apptainer; pyxis needs no flag",
-    ("slurm", "exclusive"): "--sbatch=--exclusive is the same",
-    ("slurm", "module"): "--setup 'module load NAME' is the same",
-} | {
-    ("kubernetes", name): f"write {key} into a file, and give it with --pod"
-    for name, key in {
-        "image-pull-secret": "imagePullSecrets",
-        "node-selector": "nodeSelector",
-        "priority-class": "priorityClassName",
-        "service-account": "serviceAccountName",
-        "toleration": "tolerations",
-    }.items()
-}
-"""Launcher, and a flag that it had -> what to do instead."""
 _RANKS = ("ranks", "nproc", "nproc-per-node", "np", "ntasks", "ntasks-per-node")
 
 
@@ -121,7 +98,6 @@ def _launch(where: str, arguments: Sequence[str]) -> int:
 
 
 def _world_size(options: object, ranks: int | None) -> int | None:
-    """Return the number of ranks on all nodes; None if the command line doesn't show it."""
     if isinstance(options, HostOptions):
         return options.world_size(ranks)
     return None if ranks is None else int(getattr(options, "nodes", 1)) * ranks
@@ -136,7 +112,6 @@ def _divided(arguments: Sequence[str], flags: dict[str, bool]) -> tuple[list[str
 
 
 def _refuse_unknown(where: str, own: Sequence[str], flags: Mapping[str, bool]) -> None:
-    """Raise ConfigError if a flag before the verb isn't the launcher's."""
     problems = []
     words = iter(own)
     for word in words:
@@ -150,11 +125,9 @@ def _refuse_unknown(where: str, own: Sequence[str], flags: Mapping[str, bool]) -
 
 
 def _meant(where: str, flag: str, known: Sequence[str]) -> str:
-    name = flag.lstrip("-").replace("_", "-")
-    if name in _RANKS:
+    name = flag.lstrip("-")
+    if name.replace("_", "-") in _RANKS:
         return "belongs to the command, as --ranks N after its verb: train digits --ranks 2"
-    if (where, name) in _GONE:
-        return f"there is no such flag any more: {_GONE[where, name]}"
     if "." in name:
         return f"belongs to the command, after its verb: train digits {flag} ..."
     meant = closest_match(flag, known)

@@ -167,7 +167,6 @@ def _refuse_host_flags(arguments: Sequence[str]) -> None:
 
 
 def _check_ranks(prepared: Prepared, world_size: WorldSize) -> None:
-    """Raise ConfigError if the run can't be distributed over the ranks of all nodes, as far as arithmetic shows."""
     config = prepared.config
     if config is None or not prepared.starts_run:
         return
@@ -179,14 +178,12 @@ def _check_ranks(prepared: Prepared, world_size: WorldSize) -> None:
 
 
 def _free_folder(name: str) -> Path:
-    """Return a folder that doesn't exist, named like that of a run without `run.folder`."""
     stem = Path("runs", f"{Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
     names = itertools.chain([stem], (Path(f"{stem}-{number}") for number in itertools.count(2)))
     return next(path for path in names if not path.exists())
 
 
 def _sweep(sweep: Sequence[str], checked: _Checked, world_size: WorldSize) -> tuple[tuple[str, ...], ...]:
-    """Return the words of each run of the sweep, all checked. Raises ConfigError."""
     if not sweep:
         return ()
     if not checked.prepared.starts_run:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,20 +70,17 @@ def find_job(where: str, text: str) -> LaunchedJob:
 
 def _folder_of(where: str, number: str) -> Path | None:
     """Return the folder of a job's files, if it was launched from here. Raises ConfigError: by another launcher."""
-    launchers = {launcher: folder for folder, launcher, job in _jobs_below(Path()) if job == number}
+    launchers: dict[str, Path] = {}
+    for path in [record for pattern in _RUNS for record in Path().glob(f"{pattern}/{JOB_FILES}/{_RECORD}")]:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads(read_bounded(path, MAX_JSON_BYTES))
+            if record["job"] == number:
+                launchers[str(record["launcher"])] = path.parent
     if launchers and where not in launchers:
         launcher = next(iter(launchers))
         way = f"lockstep launch {launcher} status {number}"
         raise ConfigError(f"{number} is a job of {launcher} ({launchers[launcher].parent}), not of {where}: {way}")
     return launchers[where].absolute() if launchers else None
-
-
-def _jobs_below(place: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield the folder, the launcher and the identifier of the jobs of runs here and in `runs`."""
-    for path in [record for pattern in _RUNS for record in place.glob(f"{pattern}/{JOB_FILES}/{_RECORD}")]:
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            record = json.loads(read_bounded(path, MAX_JSON_BYTES))
-            yield path.parent, str(record["launcher"]), str(record["job"])
 
 
 def _remembered(where: str, folder: Path) -> LaunchedJob | None:
@@ -103,7 +99,6 @@ def _remembered(where: str, folder: Path) -> LaunchedJob | None:
 
 
 def _refuse_second(where: str, launcher: Launcher, folder: Path) -> None:
-    """Raise ConfigError if a job of the same run has not ended."""
     try:
         job = _remembered(where, folder)
         status = None if job is None else launcher.status(job)

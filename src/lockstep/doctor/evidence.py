@@ -17,8 +17,7 @@ from pathlib import Path
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.doctor.catalog import KnownFailure, Standing
 from lockstep.doctor.known_failures import KNOWN, failure_in, failure_of
-from lockstep.launch.ends_file import LaunchEnds
-from lockstep.launch.last_launch import LastLaunch
+from lockstep.launch.ends_file import LastLaunch, LaunchEnds
 from lockstep.monitor.folder import LOGS
 
 _MOST_READ = 16 << 20  # bytes of a file: its end

@@ -39,8 +39,8 @@ from lockstep.doctor.links import (
 )
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.local import import_ahead, launch
-from lockstep.launch.meeting import connected_hosts
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
+from lockstep.launch.rendezvous import connected_hosts
 
 if TYPE_CHECKING:
     from lockstep.distributed.process_group import World

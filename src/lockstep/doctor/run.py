@@ -37,9 +37,10 @@ from lockstep.doctor.evidence import (
 from lockstep.doctor.findings import wrapped
 from lockstep.doctor.known_failures import DISK_FULL, KNOWN, NO_PROGRESS, SAVE_FAILED, failure_named, failure_of
 from lockstep.doctor.losses import finding_of_losses
-from lockstep.launch.ends_file import LaunchEnds, RankEnd
-from lockstep.launch.last_launch import (
+from lockstep.launch.ends_file import (
     LastLaunch,
+    LaunchEnds,
+    RankEnd,
     failure_before_refusals,
     full_disk,
     last_launch,

@@ -69,7 +69,6 @@ class End:
         too_large: Sizes with which memory has run out; see OutOfMemory.
         samples: The one whose reading has ended it, or several, one of which has.
         evaluation_set: The evaluation set that they are of; None: the training data.
-        reading: What it was reading, if `text` doesn't state it.
         differing: The ranks whose copies of the training state differ from most ranks'.
         status: Of the rank's process, if it has ended without a report: its exit code, or minus a signal.
         evaluates: Whether it has ended in an evaluation, without a report.
@@ -85,7 +84,6 @@ class End:
     too_large: Mapping[str, int] = field(default_factory=dict)
     samples: tuple[int, ...] = ()
     evaluation_set: str | None = None
-    reading: str = ""
     differing: tuple[int, ...] = ()
     status: int | None = None
     evaluates: bool = False
@@ -165,7 +163,6 @@ def _is_of_device(error: BaseException) -> bool:
 
 
 def _raised_in(error: BaseException) -> str:
-    """Return the file and line that raised an error, after the word "in"."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
@@ -216,14 +213,15 @@ def while_reading(end: End, reading: Reading | None) -> End:
     kind = FailureKind.CRASHED if end.kind is FailureKind.PEER_FAILED else end.kind
     if kind not in (FailureKind.CRASHED, FailureKind.KILLED):
         kind = FailureKind.EXITED
-    return with_reading(replace(end, kind=kind, text=end.text or exit_text(end.kind.exit_code)), reading)
+    text = f"{end.text or exit_text(end.kind.exit_code)} while it read {reading}"
+    return with_reading(replace(end, kind=kind, text=text), reading)
 
 
 def with_reading(end: End, reading: Reading | None) -> End:
     """Return the end of a rank that was reading these samples; None: none."""
     if reading is None:
         return end
-    return replace(end, samples=reading.samples, evaluation_set=reading.evaluation_set, reading=str(reading))
+    return replace(end, samples=reading.samples, evaluation_set=reading.evaluation_set)
 
 
 def first_cause(ends: Iterable[End | None]) -> int | None:
@@ -242,7 +240,6 @@ def describe(rank: int, ends: Sequence[End | None], timeout: float, hosts: Seque
     end = ends[rank]
     assert end is not None, "only a rank that has ended is a cause"
     name = f"rank {rank} on host {hosts[rank]}" if hosts else f"rank {rank}"
-    reading = f"; it was reading {end.reading}" if end.reading else ""
     match end.kind:
         case FailureKind.ROLLED_BACK | FailureKind.LOST | FailureKind.HUNG:
             return end.text
@@ -253,7 +250,7 @@ def describe(rank: int, ends: Sequence[End | None], timeout: float, hosts: Seque
         case FailureKind.EXCEPTION | FailureKind.DEVICE | FailureKind.PEER_FAILED if "\n" in end.text:
             return f"{name} failed:\n{end.text}" if len(ends) > 1 else end.text
         case kind if kind in _OF_PROCESS:
-            return f"{name} {end.text}{reading}"
+            return f"{name} {end.text}"
     if all(other is not None and other.text == end.text for other in ends):
         return end.text
     return f"{name}: {end.text}" if end.text else ""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,17 +26,20 @@ from typing import Any
 
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.files import MAX_JSON_BYTES, append_line, read_bounded
+from lockstep.core.formatting import first_sentence, size
+from lockstep.core.ranks import LAUNCHER
 from lockstep.core.secrets import shareable
 from lockstep.launch import streams
 from lockstep.launch.ends import End, first_cause
 from lockstep.launch.outcome import LaunchResult
 from lockstep.monitor.attempts import ENDS, last_record, number_or_nan
 from lockstep.monitor.environment import short_description
-from lockstep.monitor.folder import lock_holder
+from lockstep.monitor.folder import LOGS, held_by, is_finished, lock_holder
 from lockstep.monitor.goodput import step_reached
 
 _LONGEST = 500  # characters of a rank's text
 _MOST_HOSTS = 1024
+_FULL = 1 << 20  # bytes that are free on a disk that counts as full
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,7 @@ def append_ends(
     with suppress(OSError):
         ended = streams.sizes(logs, [*began])
         line = {
-            "attempt": _attempt(logs),
+            "attempt": (lock_holder(logs.parent) or b"").decode(errors="replace").strip(),
             "time": round(now, 3),
             "kind": result.kind.name.lower(),
             "code": result.code,
@@ -134,17 +138,8 @@ def gist(text: str) -> str:
         raised = next((line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")), "")
         lines[0] = raised if starts[0] == 0 else f"{lines[0]} {raised}"
     elif lines[0].endswith(":"):
-        lines[0] = _in_one_line(lines[0], [line.strip() for line in lines[1:] if line.strip()])
+        lines[0] = f"{lines[0]} {'; '.join(line.strip() for line in lines[1:] if line.strip())}"
     return lines[0][:_LONGEST]
-
-
-def _in_one_line(head: str, parts: Sequence[str]) -> str:
-    """Return a head and what follows it, as many whole parts as a text may be long, and at least the first."""
-    for number in range(len(parts), 0, -1):
-        text = f"{head} {'; '.join(parts[:number])}{'; and others' * (number < len(parts))}"
-        if len(text) <= _LONGEST:
-            return text
-    return f"{head} {parts[0]}" if parts else head
 
 
 def read_ends(logs: Path) -> list[LaunchEnds]:
@@ -163,12 +158,14 @@ def _entries(file: Path) -> list[LaunchEnds]:
 
 
 def _entry(file: str, number: int, text: str) -> LaunchEnds | None:
-    """Return a line's record; None if it isn't one."""
+    def kind_of(record: Mapping[str, Any]) -> FailureKind:
+        return FailureKind[record["kind"].upper()]
+
     try:
         line = json.loads(text)
         ranks = tuple(
             RankEnd(
-                int(rank["rank"]), str(rank["host"]), _kind(rank["kind"]), str(rank["text"]), float(rank["time"]),
+                int(rank["rank"]), str(rank["host"]), kind_of(rank), str(rank["text"]), float(rank["time"]),
                 tuple(map(int, rank.get("samples", ()))), rank.get("evaluation_set"),
             )
             for rank in line["ranks"]
@@ -176,22 +173,106 @@ def _entry(file: str, number: int, text: str) -> LaunchEnds | None:
         logs = {int(rank): (int(start), int(end)) for rank, (start, end) in line["logs"].items()}
         cause, step = (None if line[name] is None else int(line[name]) for name in ("cause", "step"))
         return LaunchEnds(
-            file, number, str(line["attempt"]), float(line["time"]), _kind(line["kind"]), str(line["text"]), cause,
+            file, number, str(line["attempt"]), float(line["time"]), kind_of(line), str(line["text"]), cause,
             step, ranks, logs, dict(line["environment"]),
         )  # fmt: skip
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
-def _kind(name: str) -> FailureKind:
-    return FailureKind[name.upper()]
-
-
-def _attempt(logs: Path) -> str:
-    return (lock_holder(logs.parent) or b"").decode(errors="replace").strip()
-
-
 def last_step(metrics: Path) -> int | None:
     """Return the step of the last whole line of metrics.jsonl; None if there is none."""
     step = number_or_nan(last_record(metrics).get("step"))
     return int(step) if math.isfinite(step) else None
+
+
+# --- the last launch of a run -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LastLaunch:
+    """The last launch of a run.
+
+    Attributes:
+        records: Its lines, of all hosts, node 0's first; none if none was left.
+        was_killed: Whether its launcher, which was Lockstep's, left no line.
+        log_starts: Rank --> where its log of this launch begins, in bytes of the file.
+    """
+
+    records: tuple[LaunchEnds, ...]
+    was_killed: bool
+    log_starts: Mapping[int, int]
+
+
+def last_launch(run: Path, environment: Mapping[str, Any]) -> LastLaunch:
+    """Return what is known of the run's last launch."""
+    attempt = (lock_holder(run) or b"").decode(errors="replace").strip()
+    entries = read_ends(run / LOGS)
+    records = tuple(entry for entry in entries if entry.attempt == attempt)
+    if records:
+        newest = {entry.file: entry for entry in records}
+        starts = {rank: start for entry in newest.values() for rank, (start, _) in entry.logs.items()}
+        return LastLaunch(tuple(newest.values()), False, starts)
+    starts = {rank: end for entry in entries for rank, (_, end) in entry.logs.items()}
+    variables = environment.get("variables")
+    was_own = LAUNCHER in variables if isinstance(variables, Mapping) else bool(entries)
+    return LastLaunch((), was_own, starts)
+
+
+def _decisions(run: Path) -> list[LaunchEnds]:
+    """Return the lines of node 0's launcher, which decides for all."""
+    return [entry for entry in read_ends(run / LOGS) if entry.file == f"{LOGS}/{ENDS}"]
+
+
+def decided_ends(run: Path) -> list[LaunchEnds]:
+    """Return how each start of a run's ranks ended, the first one first, without those that were refused."""
+    return [entry for entry in _decisions(run) if not entry.is_refused]
+
+
+def survived_failures(run: Path, most: int) -> str:
+    """Return a sentence about the failures after which ranks were started again, the newest last; empty: none."""
+    entries = _decisions(run)
+    if not (is_finished(run) or held_by(run) is not None):
+        while entries and entries[-1].is_refused:
+            entries.pop()
+        entries = entries[:-1]
+    failures = [entry for entry in entries if _is_failure(entry)]
+    if not failures:
+        return ""
+    shown = [
+        f"{first_sentence(entry.text)}{f' (after step {entry.step:,})' if entry.step is not None else ''}"
+        for entry in failures[-most:]
+    ]
+    number = "one failure" if len(failures) == 1 else f"{len(failures)} failures"
+    newest = ", the newest of which are" if len(failures) > most else ""
+    return f"It survived {number}{newest}: {'; then '.join(shown)}."
+
+
+def failure_before_refusals(run: Path) -> LaunchEnds | None:
+    """Return the failure after which all starts were refused; None: there is none."""
+    entries = _decisions(run)
+    newest = next((entry for entry in reversed(entries) if not entry.is_refused), None)
+    return newest if newest is not None and newest is not entries[-1] and _is_failure(newest) else None
+
+
+def _is_failure(entry: LaunchEnds) -> bool:
+    return entry.kind.is_failure and not entry.is_refused
+
+
+def full_disk(run: Path) -> str:
+    """Return what shows that the disk of a run has no space now; empty: it has some."""
+    with suppress(OSError):
+        disk = os.statvfs(run)
+        free = disk.f_bavail * disk.f_frsize
+        if free < _FULL:
+            return f"this disk has {size(free)} free now"
+        if disk.f_files and not disk.f_favail:
+            return "this disk has no inodes free now"
+    return ""
+
+
+def why_unrecorded(run: Path) -> str:
+    """Return why the last launch of a run left no record, as far as its folder shows."""
+    if full := full_disk(run):
+        return f"its disk is full ({full})"
+    return "it was killed, its machine stopped, or its disk was full"

@@ -5,7 +5,7 @@
     not moved until `end_after`           --> it is killed, and all ranks start again
     it is stopped, and others aren't      --> continued (SIGCONT) when it is named
 
-    rank 1 hangs fetching data at data.py:33 in __getitem__ (update 12, sample 311); the others wait for it
+    rank 1 hangs fetching data at data.py:33 in __getitem__ (update 12, sample 311)
 
 A rank is named for what is certain: it doesn't move, and the others wait for it. Time doesn't count in which the
 launcher itself didn't run: the whole job was stopped, the host was suspended.
@@ -58,10 +58,10 @@ _NO_STACK = "no stack: it is stopped, or the kernel doesn't interrupt it"
 _PLACES = {
     Phase.HOST: "between two updates",
     Phase.DATA: "fetching data",
-    Phase.FORWARD: "in its forward",
-    Phase.BACKWARD: "in its backward",
+    Phase.FORWARD: "in the forward",
+    Phase.BACKWARD: "in the backward",
     Phase.COMMUNICATION: "in a collective",
-    Phase.OPTIMIZER: "in its optimizer's step",
+    Phase.OPTIMIZER: "in the optimizer's step",
     Phase.SAVE: "in a save",
     Phase.EVALUATION: "in an evaluation",
 }
@@ -137,28 +137,24 @@ class Hang:
         return main_frames(self.stacks.get(process, ""))
 
 
-def name_text(hang: Hang, ranks: int, seconds: float, follows: str) -> str:
-    """Return the line that names ranks that haven't moved for some seconds, and what follows."""
-    if not hang.culprits:
-        what = f"the ranks of this host have waited {seconds:.0f} s for those of other hosts: {hang.collectives}"
-    elif hang.collectives:
-        what = f"no rank has moved for {seconds:.1f} s: {hang.collectives}"
-    elif hang.is_stopped:
-        what = _described(hang, "is stopped (SIGSTOP)", "are stopped (SIGSTOP)", ranks)
-    else:
-        what = _described(hang, f"hasn't moved for {seconds:.1f} s,", f"haven't moved for {seconds:.1f} s,", ranks)
-    return f"lockstep: {what}{follows}"
-
-
-def hang_text(hang: Hang, ranks: int) -> str:
-    """Return the message about ranks that hang."""
-    if not hang.culprits:
-        return f"the ranks of this host wait for those of other hosts: {hang.collectives}"
+def hang_text(hang: Hang) -> str:
+    """Return the message about ranks that hang: what they do, and where."""
     if hang.collectives:
-        return f"the ranks wait in collectives that don't match: {hang.collectives}"
-    if hang.is_stopped:
-        return _described(hang, "was stopped (SIGSTOP)", "were stopped (SIGSTOP)", ranks)
-    return _described(hang, "hangs", "hang", ranks)
+        whom = "the ranks wait in collectives that don't match"
+        return (
+            f"{whom if hang.culprits else 'the ranks of this host wait for those of other hosts'}: {hang.collectives}"
+        )
+    culprit = hang.culprits[0]
+    frames = hang.frames_of(culprit.process)
+    line = line_of(frames)
+    at = f" at {line}" if line is not None else ""
+    if waits_for_accelerator(frames):
+        at = f", and waits for its accelerator{at}"
+    update = f"update {culprit.step:,}" if culprit.stage not in (Stage.START, Stage.END) else ""
+    details = ", ".join(filter(None, (update, _read_by(culprit, hang))))
+    names = named_ranks([each.rank for each in hang.culprits])
+    how = f"hang{'s' * (len(hang.culprits) == 1)}{', stopped by SIGSTOP,' if hang.is_stopped else ''}"
+    return f"{names} {how} {culprit.where}{at}{f' ({details})' if details else ''}"
 
 
 def collectives_of(sights: Sequence[Sight], stacks: Mapping[int, str], records: Mapping[int, FlightRecord]) -> str:
@@ -181,7 +177,7 @@ def append_report(logs: Path | None, hang: Hang, sights: Sequence[Sight]) -> str
     """Append the stacks of all ranks to the run's report; return the end of a message that names it."""
     if logs is None:
         return ""
-    lines = [f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {hang_text(hang, len(sights))}", ""]
+    lines = [f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {hang_text(hang)}", ""]
     for sight in sights:
         doing = f"{sight.where}, update {sight.step:,}, for {sight.age:.1f} s; {sight.calls} collectives called"
         record = hang.records.get(sight.rank, FlightRecord())
@@ -201,7 +197,6 @@ def append_report(logs: Path | None, hang: Hang, sights: Sequence[Sight]) -> str
 
 
 def _save_records(folder: Path, records: Mapping[int, FlightRecord], sights: Sequence[Sight]) -> None:
-    """Write the flight records of this host's ranks, instead of those of an earlier hang."""
     if records:
         folder.mkdir(exist_ok=True)
     for sight in sights:
@@ -211,26 +206,7 @@ def _save_records(folder: Path, records: Mapping[int, FlightRecord], sights: Seq
             (folder / f"rank_{sight.rank}").unlink(missing_ok=True)
 
 
-def _described(hang: Hang, is_: str, are: str, ranks: int) -> str:
-    """Return what ranks do and where, and that the others wait for them."""
-    culprit, is_single = hang.culprits[0], len(hang.culprits) == 1
-    frames = hang.frames_of(culprit.process)
-    line = line_of(frames)
-    at = f" at {line}" if line is not None else ""
-    if waits_for_accelerator(frames):
-        at = f", and waits for its accelerator{at}"
-    update = f"update {culprit.step:,}" if culprit.stage not in (Stage.START, Stage.END) else ""
-    details = ", ".join(filter(None, (update, _read_by(culprit, hang))))
-    names = named_ranks([each.rank for each in hang.culprits])
-    where = culprit.where if is_single else culprit.where.replace(" its ", " their ")
-    waiting = {0: "", 1: f"; the other rank waits for {'it' if is_single else 'them'}"}.get(
-        ranks - len(hang.culprits), f"; the others wait for {'it' if is_single else 'them'}"
-    )
-    return f"{names} {is_ if is_single else are} {where}{at}{f' ({details})' if details else ''}{waiting}"
-
-
 def _read_by(sight: Sight, hang: Hang) -> str:
-    """Return the samples that a rank reads, or its data worker."""
     if sight.reading is not None or (worker := sight.worker) is None:
         return str(sight.reading or "")
     line = line_of(hang.frames_of(worker.process))
@@ -343,7 +319,6 @@ class HangWatch:
     # --- what is seen ---
 
     def _learn(self) -> None:
-        """Note how long updates take."""
         for place, beat in enumerate(self.heartbeats):
             updates = beat.numbers[heartbeat.UPDATES]
             if updates == self._updates.get(place, 0.0):
@@ -376,7 +351,6 @@ class HangWatch:
         return replace(sight, limit=self._limit(sight))
 
     def _limit(self, sight: Sight) -> float:
-        """Return the seconds after which a rank that doesn't move is named."""
         options, times = self.options, self.times
         if self._is_outside(sight):
             return options.other
@@ -449,7 +423,7 @@ class HangWatch:
         incident.named, incident.checked_at = hang.culprits, math.inf if ends_at is None else ends_at
         follows = "" if ends_at is None else f"; the ranks are ended if that lasts {ends_at:.0f} s (recovery.watchdog)"
         follows = f"{'; it gets SIGCONT' if continues else follows}{append_report(self.logs, hang, sights)}"
-        print_on_stderr(name_text(hang, len(sights), age, follows))
+        print_on_stderr(f"lockstep: {hang_text(hang)}: no move for {age:.1f} s{follows}")
         for culprit in hang.culprits if continues else ():
             os.kill(culprit.process, signal.SIGCONT)
 
@@ -469,7 +443,7 @@ class HangWatch:
         return seconds + max(each.age for each in culprits) if is_late else seconds
 
     def _kill(self, hang: Hang, sights: Sequence[Sight], members: Sequence[ObservedRank]) -> None:
-        text = f"{hang_text(hang, len(sights))}{append_report(self.logs, hang, sights)}"
+        text = f"{hang_text(hang)}{append_report(self.logs, hang, sights)}"
         for culprit in hang.culprits:
             reading = culprit.reading or (culprit.worker.reading if culprit.worker is not None else None)
             end = End(FailureKind.HUNG, text, time.monotonic())

@@ -13,9 +13,9 @@ Why not torch's own `torch.distributed.elastic.multiprocessing.start_processes`?
 `elastic_launch` nearly so. But when one of two ranks in an all-reduce was killed by SIGKILL, it reported the other's
 broken connection as the failure every time; a rank that ended by KeyboardInterrupt counted as done, and the run waited
 forever; and its tee takes rank 0's terminal away. Exit codes and first causes are what users see of a launcher, so
-Lockstep has its own (`group`, `ends`). An elastic agent would be a layer above, and start `rank.run_rank` on each node.
+Lockstep has its own (`worker_group`, `ends`).
 
-Ranks of several hosts are started by a launcher on each (`hosts`), which knows how the others' ranks end.
+Ranks of several hosts are started by a launcher on each (`agent`), which knows how the others' ranks end.
 
 Ranks of one machine use loopback. The launcher itself binds the store's port and passes the listening socket to rank 0
 (see `core.ranks`): no other launch can take the port in between, and no other machine can reach the store.
@@ -24,39 +24,29 @@ Ranks of one machine use loopback. The launcher itself binds the store's port an
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import math
 import multiprocessing
-import multiprocessing.process
 import os
 import socket
-import sys
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
-from multiprocessing import resource_tracker
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Watchdog
 from lockstep.core.control_groups import WhyKilled, kernel_kills, why_killed
-from lockstep.core.errors import ConfigError
-from lockstep.core.failure_kinds import FailureKind
+from lockstep.core.errors import ConfigError, Failure, RunFailed, message_of
+from lockstep.core.failure_kinds import FailureKind, Retry
 from lockstep.core.ranks import LAUNCHER, RankEnvironment, started_by_lockstep
 from lockstep.core.stopping import handled_signals, stop_code
 from lockstep.launch import streams
+from lockstep.launch.agent import FollowerRounds, Hosts, LaunchState
 from lockstep.launch.devices import check_ranks
 from lockstep.launch.ends import End, describe, first_cause, with_cause
 from lockstep.launch.ends_file import append_ends, gist
 from lockstep.launch.forking import may_fork
-from lockstep.launch.group import SignalRequests, watch
-from lockstep.launch.host_rounds import FollowerRounds, LeaderRounds
-from lockstep.launch.hosts import Hosts
-from lockstep.launch.last_words import all_with_last_words, size_of_stderr
 from lockstep.launch.other_launchers import (
     read_at_start,
     refuse_unsettable,
@@ -65,10 +55,10 @@ from lockstep.launch.other_launchers import (
 )
 from lockstep.launch.outcome import LaunchResult, kind_of_stop, print_on_stderr
 from lockstep.launch.rank import append_end, run_entry, signals_stop
-from lockstep.launch.starting import NotStarted, Ranks, Round, begin_again, begin_first
-from lockstep.launch.supervision import Rounds, Supervisor
+from lockstep.launch.rank_stacks import with_last_words
+from lockstep.launch.supervision import Rounds
+from lockstep.launch.worker_group import Ranks, Round, SignalRequests, watch
 
-_PR_GET_CHILD_SUBREAPER = 37  # linux/prctl.h
 _UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script
 _GUARD = (
     "the script starts ranks as it is imported, and its ranks, which are fresh interpreters, import it: put the call "
@@ -82,41 +72,6 @@ _CAUSED_BY_STOP = (
     FailureKind.ENDED,
 )
 _RAISED = (FailureKind.EXCEPTION, FailureKind.DEVICE, FailureKind.PEER_FAILED)
-
-
-class Orphans:
-    """The children that this process adopts from now on."""
-
-    def __init__(self) -> None:
-        self._own = children() if adopts() else None
-
-    def reap(self) -> None:
-        """Reap those that have ended. Others wait for what this process starts by itself."""
-        if self._own is None or threading.active_count() > 1:
-            return
-        started = {process.pid for process in multiprocessing.process._children}  # type: ignore[attr-defined]
-        started.add(resource_tracker._resource_tracker._pid)  # type: ignore[attr-defined]
-        for child in children() - self._own - started:
-            with suppress(ChildProcessError):
-                os.waitpid(child, os.WNOHANG)
-
-
-def adopts() -> bool:
-    """Return whether orphans among this process's descendants become its children."""
-    if sys.platform != "linux":
-        return False
-    is_subreaper = ctypes.c_int(0)
-    ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(is_subreaper))
-    return os.getpid() == 1 or bool(is_subreaper.value)
-
-
-def children() -> set[int]:
-    """Return this process's children; none where the kernel doesn't list them."""
-    processes: set[int] = set()
-    for file in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):
-            processes.update(map(int, file.read_text().split()))
-    return processes
 
 
 def launch(
@@ -141,8 +96,8 @@ def launch(
         entry: Returns the rank's exit code. Must be importable by name if ranks can't be forked.
         ranks: Number of ranks on this machine.
         launch: `port`, `environment`, and `timeout`: seconds that an orderly stop may take, as long as a collective.
-        logs: Folder for rank-N.log. Rank 0 also prints to the terminal, the others only to their files, and their
-            warnings are shown at the end. None: all ranks print to the terminal.
+        logs: Folder for rank-N.log. Rank 0 also prints to the terminal, the others only to their files. None: all ranks
+            print to the terminal.
         own_process: Whether a single rank also gets a process, so that this one can still fork others.
         preload: Modules that every rank imports; importing them must start no threads and use no GPU.
         remedy: Returns sentences that state what to change if a rank is killed because memory ran out.
@@ -176,34 +131,27 @@ def launch(
 
 
 def _run_rounds(job: Ranks, remedy: Callable[[], str], requests: SignalRequests, rounds: Rounds | None) -> LaunchResult:
-    """Run rounds of ranks until there is no further one."""
-    common = _Common(remedy, requests, rounds, Orphans())
-    result, ends = _run_ranks(job, common, partial(begin_first, job))
+    result, ends = _run_ranks(job, remedy, requests, rounds)
     while rounds is not None and not requests.stops:
         again = rounds.next_entry(ends, result)
         if again is None:
             return rounds.concluded(result)
         job = replace(job, entry=again)
         try:
-            result, ends = _run_ranks(job, common, partial(begin_again, job, requests))
-        except NotStarted as failure:
-            return _not_started(job, result, ends, failure, requests, rounds)
+            result, ends = _run_ranks(job, remedy, requests, rounds)
+        except (RunFailed, ConfigError) as failure:
+            return _not_started(job, result, failure, requests)
     return _unless_stopped(job, result, ends, requests, rounds)
 
 
-def _not_started(
-    job: Ranks, result: LaunchResult, ends: Sequence[End], failure: NotStarted, requests: SignalRequests, rounds: Rounds
-) -> LaunchResult:
-    """Return the result of a run whose ranks had ended like this, and could not be started again."""
-    if requests.stops:
-        return _unless_stopped(job, result, ends, requests, rounds, starts_again=True)
-    failed = LaunchResult(failure.kind, f"{gist(result.text)}\n{failure}", logs=job.logs)
+def _not_started(job: Ranks, result: LaunchResult, failure: Failure, requests: SignalRequests) -> LaunchResult:
+    failed = LaunchResult(failure.kind, f"{gist(result.text)}\n{message_of(failure)}", logs=job.logs)
     if job.logs is not None:
         append_ends(job.logs, 0 if job.hosts is None else job.hosts.node, [], [], failed, {})
     if job.hosts is not None and not job.hosts.leads:
-        job.hosts.fail(failed.kind, str(failure))
+        job.hosts.fail(failed.kind, message_of(failure))
         ended = job.hosts.wait_for_result(requests)
-        return failed if job.hosts.lost_leader else ended
+        return failed if job.hosts.state is LaunchState.CUT_OFF else ended
     return failed
 
 
@@ -253,31 +201,21 @@ def _patience(grace: float | None) -> float:
     return math.inf if grace is None else _SHARE_OF_GRACE * grace
 
 
-@dataclass(frozen=True, slots=True)
-class _Common:
-    """The arguments and helpers that all rounds of a launch share."""
-
-    remedy: Callable[[], str]
-    requests: SignalRequests
-    rounds: Rounds | None
-    orphans: Orphans
-
-
-def _run_ranks(job: Ranks, common: _Common, begin: Callable[[], Round]) -> tuple[LaunchResult, list[End]]:
-    """Start the ranks of a round, and wait until all have ended; return the result, and how each has ended."""
-    logs, timeout, hosts, requests = job.logs, job.section.timeout, job.hosts, common.requests
+def _run_ranks(
+    job: Ranks, remedy: Callable[[], str], requests: SignalRequests, rounds: Rounds | None
+) -> tuple[LaunchResult, list[End]]:
+    logs, timeout, hosts = job.logs, job.section.timeout, job.hosts
     old_sizes = streams.sizes(logs, range(job.first, job.first + job.ranks)) if logs else {}
-    kills_before, stderr = kernel_kills(), size_of_stderr()
+    kills_before = kernel_kills()
 
     def why_sigkill() -> WhyKilled:
-        return why_killed(kills_before, kernel_kills(), common.remedy())
+        return why_killed(kills_before, kernel_kills(), remedy())
 
     if hosts is not None:
         hosts.why_killed, hosts.requests = why_sigkill, requests
-    common.orphans.reap()
-    begun = begin()
+    begun = Round.begin(job)
     try:
-        ends = watch(begun.members, requests, timeout, hosts, begun.hangs, common.orphans.reap)
+        ends = watch(begun.members, requests, timeout, hosts, begun.hangs)
         ends = [
             with_cause(end, why_sigkill) if job.first <= rank < job.first + job.ranks else end
             for rank, end in enumerate(ends)
@@ -285,7 +223,8 @@ def _run_ranks(job: Ranks, common: _Common, begin: Callable[[], Round]) -> tuple
     finally:
         begun.close()
     if logs is not None:
-        ends = all_with_last_words(ends, logs, old_sizes, stderr)
+        for rank, began in old_sizes.items():
+            ends[rank] = with_last_words(ends[rank], streams.log_path(logs, rank), began)
     if not job.forks and any(end.status == _UNGUARDED for end in ends):
         raise ConfigError(_GUARD)
     if hosts is None:
@@ -294,13 +233,10 @@ def _run_ranks(job: Ranks, common: _Common, begin: Callable[[], Round]) -> tuple
         result = result_of(ends, timeout, hosts.names())
     else:
         result = hosts.wait_for_result(requests)
-    result = _unless_stopped(job, result, ends, requests, common.rounds)
+    result = _unless_stopped(job, result, ends, requests, rounds)
     if logs is not None:
         names = [socket.gethostname()] * job.size if hosts is None else hosts.names()
         append_ends(logs, 0 if hosts is None else hosts.node, ends, names, result, old_sizes)
-    if logs is not None and result.code == 0:
-        for remark in streams.remarks(logs, old_sizes):
-            print_on_stderr(remark)
     has_logs = result.code == 1 and logs is not None and logs.is_dir()
     return replace(result, logs=logs) if has_logs else result, ends
 
@@ -318,36 +254,26 @@ def result_of(ends: list[End], timeout: float, hosts: Sequence[str] = ()) -> Lau
 
 
 def _unless_stopped(
-    job: Ranks,
-    result: LaunchResult,
-    ends: Sequence[End],
-    requests: SignalRequests,
-    rounds: Rounds | None,
-    *,
-    starts_again: bool = False,
+    job: Ranks, result: LaunchResult, ends: Sequence[End], requests: SignalRequests, rounds: Rounds | None
 ) -> LaunchResult:
     """Return the result of a round, or that of a stop if one was requested; of several hosts, the leader knows.
 
-    A failure after which ranks would have started again is stated, and leaves the stop what it is: the next start of
-    the run resumes. Any other is the result.
-
-    Args:
-        starts_again: There would be another round.
+    A failure after which ranks may start again is stated, and leaves the stop what it is: the next start of the run
+    resumes. Any other is the result.
     """
     cause, stop = first_cause(ends), requests.last_stop
     if cause is None or stop is None or result.cut_off:
         return result
     if job.hosts is not None and not job.hosts.leads:
-        starts_again = bool(job.hosts.lost_leader) and isinstance(rounds, FollowerRounds) and rounds.wait > 0
-        if not starts_again:
+        waits = isinstance(rounds, FollowerRounds) and rounds.wait > 0
+        if job.hosts.state is not LaunchState.CUT_OFF or not waits:
             return result
-    at_once = "at once by a second signal, " if requests.stops > 1 else "by "
-    text = f"stopped {at_once}{stop.name}"
+    text = f"stopped {'at once by a second signal, ' if requests.stops > 1 else 'by '}{stop.name}"
     kind = FailureKind.STOPPED if requests.stops > 1 else kind_of_stop(stop_code(stop))
-    end, supervisor = ends[cause], rounds.supervisor if isinstance(rounds, LeaderRounds) else rounds
+    end = ends[cause]
     if end.kind in _CAUSED_BY_STOP:
         return LaunchResult(kind, text, cut_off=True)
-    if starts_again or (isinstance(supervisor, Supervisor) and supervisor.retries(end)):
+    if rounds is not None and end.kind.retry is not Retry.NEVER:
         text = f"{text}; its ranks don't start again after a failure: {result.text}"
         return replace(result, kind=kind, text=text, is_traceback=False, cut_off=True)
     return result

@@ -150,7 +150,6 @@ def _last_use(path: Path) -> float:
 
 
 def _empty(path: Path) -> None:
-    """Delete all but the lock."""
     for entry in path.iterdir():
         if entry.name == _LOCK:
             continue

@@ -81,10 +81,7 @@ class LaunchResult:
         if self.is_traceback:
             print_on_stderr(self.text)
             rank, _, raised = self.text.partition("Traceback (")
-            message = [
-                line for line in raised.rpartition("Traceback (")[2].splitlines()[1:] if not line.startswith("  ")
-            ]
-            reason = f"{rank.strip()} {'; '.join(message)}"
+            reason = f"{rank.strip()} {raised.splitlines()[-1]}"
         return RunFailed(f"{reason}; each rank's output is in {self.logs}" if self.logs else reason, kind=self.kind)
 
 

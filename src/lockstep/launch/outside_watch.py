@@ -104,7 +104,6 @@ def _start(task: Mapping[str, object], ranks: Sequence[int], places: Sequence[tu
 
 
 def _opened(opened: contextlib.ExitStack, process: int, file: int) -> int:
-    """Open a file of another process until the block ends."""
     handle = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
     opened.callback(os.close, handle)
     return handle

@@ -4,6 +4,13 @@
              <-- its file ------- File "model.py", line 33 in forward ...
     launcher -- bell --> a thread of the rank: collectives that aren't complete, other threads' stacks --> its file
 
+    the log of a rank that has died of an abort or a crash ends with what C++ code has printed:
+
+    terminate called after throwing an instance of 'gloo::EnforceNotMet'
+      what():  ... Received data size doesn't match expected size ...      --> the reason
+    Fatal Python error: Aborted
+      File "model.py", line 12 in forward                                  --> the line
+
 A stopped process writes none; nor does one that waits in the kernel for a disk that doesn't answer. The main thread
 writes only its own stack: without the interpreter's lock, that of a thread that runs may be freed while it is read.
 """
@@ -15,6 +22,7 @@ import faulthandler
 import json
 import os
 import re
+import signal
 import sys
 import sysconfig
 import threading
@@ -22,13 +30,16 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from lockstep.core.files import opened_regular
 from lockstep.core.heartbeat import READY, RECORDS, Heartbeat
+from lockstep.core.secrets import shareable
 from lockstep.core.stopping import STACKS_SIGNAL
+from lockstep.launch.ends import End
 
 _WAIT_S, _RECORD_S = 0.5, 0.1
 _QUIET_S, _LOOK_S = 0.02, 0.005
@@ -47,6 +58,16 @@ _COMPILES = re.compile(
     r"|codegen/|async_compile|lowering|ir\.py|fx_passes/)|/triton/compiler/|/torch/utils/cpp_extension|importlib\._bootstrap"
 )
 _DEBUGS = re.compile(r"/(bdb|pdb)\.py$|/pydevd|/debugpy/|/IPython/terminal/")
+
+_DEATHS = (-signal.SIGABRT, -signal.SIGSEGV)
+_MOST_BYTES, _MOST_CHARACTERS = 2**18, 300
+_FATAL = "Fatal Python error: "
+_REASON = re.compile(  # in a time that grows with the length of a line, not with its square
+    r"^ *what\(\): +(?P<what>.+)$|^(?P<other>terminate called .+|libc\+\+abi: .+|(?>.*?Assertion ).* failed.*"
+    r"|free\(\): .+|malloc\(\): .+|double free .+|corrupted .+|\*\*\* .+ \*\*\*.*)$",
+    re.MULTILINE,
+)
+_MISMATCH = re.compile(r"data size doesn't match expected size|collective mismatch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,3 +260,32 @@ def _shown(file: str) -> str:
         return file.removeprefix(_ABOVE_OWN)
     relative = os.path.relpath(file)
     return file if relative.startswith("..") else relative
+
+
+# --- in the log of a rank that has died ------------------------------------------------------------------------------
+
+
+def with_last_words(end: End, log: Path, began: int) -> End:
+    """Return the end of a rank with what its log states about its death; `began`: its size before the rank started."""
+    if end.status not in _DEATHS:
+        return end
+    try:
+        with opened_regular(log) as handle:
+            size = os.fstat(handle).st_size
+            start = max(began, size - _MOST_BYTES)
+            text = os.pread(handle, max(0, size - start), start).decode("utf-8", "replace")
+    except OSError:
+        return end
+    words = _words(text)
+    return replace(end, text=f"{end.text}: {words}") if words else end
+
+
+def _words(log: str) -> str:
+    printed, fatal, stacks = log.rpartition(_FATAL) if _FATAL in log else (log, "", "")
+    matches = [*_REASON.finditer(printed)]
+    whats = [match["what"] for match in matches if match["what"]] or [match[0] for match in matches]
+    reason = shareable(whats[-1].strip())[:_MOST_CHARACTERS] if whats else ""
+    line = line_of(main_frames(stacks.partition("\n")[2])) if fatal else None
+    mismatch = "the ranks called different collectives, or with tensors of different sizes"
+    parts = [mismatch if _MISMATCH.search(reason) else "", f"at {line}" if line is not None else "", reason]
+    return ", ".join(filter(None, parts))

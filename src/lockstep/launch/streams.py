@@ -1,7 +1,7 @@
 """The output of ranks: terminal and logs.
 
     rank 0    sys.stdout, sys.stderr --> the terminal (isatty still holds) and logs/rank-0.log
-    others    file descriptors 1, 2  --> logs/rank-N.log; their warnings and errors are shown at the end
+    others    file descriptors 1, 2  --> logs/rank-N.log
 
 Rank 0 keeps its terminal: its streams are doubled in Python, so what C++ code prints is shown on the terminal only, and
 so is what is drawn on `sys.__stdout__` (a progress display, which doesn't belong in a log file).
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import get_ident
@@ -22,8 +22,6 @@ from lockstep.core.files import append_to
 from lockstep.core.secrets import masked, secrets_in
 
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)")
-_REMARK = re.compile(r"\b\w*(Warning|Error|WARNING|ERROR|CRITICAL)\b")
-_REMARKS_SHOWN = 10
 _LONGEST_LINE = 65_536  # characters that wait for the end of their line
 
 
@@ -185,27 +183,3 @@ def sizes(logs: Path, ranks: Sequence[int]) -> dict[int, int]:
     """Return the bytes of each rank's log, which an earlier run may have written."""
     paths = {rank: log_path(logs, rank) for rank in ranks}
     return {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
-
-
-def remarks(logs: Path, before: Mapping[int, int]) -> list[str]:
-    """Return warnings and errors that ranks other than 0 have logged since `before`, and rank 0 hasn't."""
-    printed = set(_lines(log_path(logs, 0), before.get(0, 0)))
-    lines: list[str] = []
-    for rank, start in before.items():
-        if rank == 0:
-            continue
-        new = [line for line in _lines(log_path(logs, rank), start) if _REMARK.search(line) and line not in printed]
-        printed.update(new)
-        lines += [f"rank {rank}: {line}" for line in dict.fromkeys(new)]
-    more = len(lines) - _REMARKS_SHOWN
-    return lines[:_REMARKS_SHOWN] + ([f"... and {more} more, in {logs}"] if more > 0 else [])
-
-
-def _lines(path: Path, start: int) -> Iterator[str]:
-    if not path.exists():
-        return
-    with open(path, "rb") as file:
-        file.seek(start)
-        for line in file:
-            text = line.replace(b"\0", b"")  # torch's handlers of signals print one
-            yield text.decode("utf-8", "backslashreplace").strip()

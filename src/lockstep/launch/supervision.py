@@ -40,7 +40,7 @@ _ADVICE = {
 
 
 class Rounds(Protocol):
-    """The further rounds of a launch: those of a `Supervisor`, or of several hosts (`host_rounds`)."""
+    """The further rounds of a launch: those of a `Supervisor`, or of several hosts (`agent`)."""
 
     def next_entry(self, ends: Sequence[End], result: LaunchResult) -> Callable[[], int] | None: ...
     def concluded(self, result: LaunchResult) -> LaunchResult: ...
@@ -55,7 +55,6 @@ class Supervisor:
         last_step: Returns the last update that the run has recorded or saved.
         resumed: Returns the entry of a rank that resumes from what the rounds before have saved.
         smaller: Makes micro-batches smaller after memory has run out; returns what changes, empty if nothing can.
-        may_be_smaller: Returns whether `smaller` would change anything.
         taken: Returns why the run's folder isn't there any more, so that no ranks may start there; empty: it is.
         rounds: Number of rounds that have ended.
     """
@@ -64,7 +63,6 @@ class Supervisor:
     last_step: Callable[[], int | None]
     resumed: Callable[[], Callable[[], int]]
     smaller: Callable[[End], str] = lambda end: ""
-    may_be_smaller: Callable[[End], bool] = lambda end: False
     taken: Callable[[], str] = lambda: ""
     rounds: int = field(default=0, init=False)
     _furthest: int = field(default=0, init=False)
@@ -116,17 +114,6 @@ class Supervisor:
         self._is_taken = self.taken()
         return None if self._is_taken else self.resumed()
 
-    def retries(self, end: End) -> bool:
-        """Return whether another round may follow a failure; `next_entry` decides whether one does."""
-        kind, step = end.kind.retry, self.last_step() or 0
-        if kind is Retry.ROLLBACK:
-            return True
-        if kind is Retry.NEVER or self._is_spent(kind, step):
-            return False
-        if kind is Retry.MEMORY and not self.may_be_smaller(end):
-            return end.kind in BY_KERNEL and not self._is_spent(Retry.TRANSIENT, step)
-        return kind is not Retry.PROGRAM or self._is_new(end, step)
-
     def concluded(self, result: LaunchResult) -> LaunchResult:
         """Return the result of the last round, with the number of those before, and what to do next."""
         before = self.rounds - 1
@@ -142,23 +129,14 @@ class Supervisor:
         text = "\n".join(line for line in (result.text, again, advice) if line)
         return replace(result, text=text)
 
-    def _is_spent(self, kind: Retry, step: int) -> bool:
-        """Return whether there is no budget left for a failure of this kind at a step."""
-        in_vain = 0 if step > self._furthest else self._in_vain[kind]
-        return in_vain >= self.config.budget(kind.value)
-
     def _may_help(self, kind: Retry, end: End, step: int) -> bool:
         """Return whether a failure may not come again; an exception of the program gets a second chance at a step."""
-        if kind in (Retry.NEVER, Retry.MEMORY):
-            return False
         if kind is not Retry.PROGRAM:
-            return True
-        is_new = self._is_new(end, step)
-        self._seen.add((gist(end.text), step))
+            return kind not in (Retry.NEVER, Retry.MEMORY)
+        failure = (gist(end.text), step)
+        is_new = failure not in self._seen and step > 0
+        self._seen.add(failure)
         return is_new
-
-    def _is_new(self, end: End, step: int) -> bool:
-        return (gist(end.text), step) not in self._seen and step > 0
 
 
 def advice_on_samples(end: End) -> str:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
+from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
-from lockstep.launchers.aws_calls import AwsCalls, NoAccess, as_command, from_command, known_region
+from lockstep.launchers.aws_calls import AwsCalls, as_command, from_command, known_region
 from lockstep.launchers.aws_job import RECORD_FILE, TAG, AwsJob, FollowedJob, start
 from lockstep.launchers.aws_options import AwsOptions, bucket_parts, check, checkpoints, words_there
 from lockstep.launchers.aws_user_data import PROJECT, project_archive, project_files, user_data, wheel, wheel_name
@@ -47,14 +47,7 @@ class AwsLauncher:
         _refuse_missing(command, options, {path.as_posix() for path in files})
         job = AwsJob(region, *bucket_parts(options), job_name(command.name, secrets.token_hex(3)))
         aws = AwsCalls(region, options.profile, attempts=2)
-        unknown, facts = "", AwsFacts()
-        try:
-            facts = facts_of(aws, options)
-        except NoAccess as failure:
-            unknown = str(failure)
-            notes.append(
-                f"AWS wasn't asked for the image and the instance type, so the calls aren't complete: {unknown}"
-            )
+        facts = facts_of(aws, options)
         record = {
             "job": job.identifier,
             "profile": options.profile,
@@ -62,10 +55,9 @@ class AwsLauncher:
             "run_folder": command.run_folder.as_posix(),
             "boot_minutes": options.boot_minutes,
             "source": options.source,
-            "unknown": unknown,
         }
         notes += _notes(command, options)
-        notes.append(cost_note(None if unknown else hourly_price(aws, str(options.type)), options, region))
+        notes.append(cost_note(hourly_price(aws, str(options.type)), options, region))
         calls = [*_bucket_calls(options, job, has_project=bool(files))]
         calls.append(("ec2", "run_instances", _instances(command, options, job, facts)))
         has_efa, words = _uses_efa(options, facts), words_there(command, options)
@@ -87,8 +79,6 @@ class AwsLauncher:
         """Make the calls, and wait until the instances run; if anything fails or a signal comes, remove all of it."""
         texts = {path.name: text for path, text in plan.files.items()}
         record = json.loads(texts[RECORD_FILE])
-        if record["unknown"]:
-            raise RunFailed(record["unknown"])
         write_files(plan.files)
         known = {key: record[key] for key in ("job", "nodes", "run_folder", "boot_minutes")}
         values: dict[str, Any] = {
@@ -129,18 +119,16 @@ def _notes(command: JobCommand, options: AwsOptions) -> list[str]:
 
 
 def _refuse_missing(command: JobCommand, options: AwsOptions, copied: set[str]) -> None:
-    """Raise ConfigError if the command names a file or a folder that the instances don't get."""
-    problems = []
-    source = Path(options.source).resolve()
-    words = [word for word in command.words[1:] if not word.startswith("-") and "=" not in word]
-    for path in [Path(word) for word in words if Path(word).exists()]:
-        inside = path.resolve().relative_to(source) if path.resolve().is_relative_to(source) else None
-        if inside is None or not any(name == str(inside) or name.startswith(f"{inside}/") for name in copied):
+    source, problems = Path(options.source).resolve(), []
+    for text in [word for word in command.words if word in command.paths]:
+        path = Path(text).expanduser().resolve()
+        name = path.relative_to(source).as_posix() if path.is_relative_to(source) else None
+        if name is None or not any(each == name or each.startswith(f"{name}/") for each in copied):
             message = (
-                f"{path} is here, and not among the files that are copied to the instances, which are those that git "
-                "knows below --source; add it there, or read it from a bucket"
+                "is here, and not among the files that are copied to the instances, which are those that git knows "
+                "below --source; add it there, or read it from a bucket"
             )
-            problems.append(Problem("", "", message))
+            problems.append(Problem(text, "", message))
     if problems:
         raise ConfigError(problems)
 
@@ -159,8 +147,8 @@ class AwsFacts:
         adapters: Elastic Fabric Adapters of an instance, one for each network card.
     """
 
-    image: str = "IMAGE"
-    root_device: str = "ROOT_DEVICE"
+    image: str
+    root_device: str
     root_size: int | None = None
     adapters: int = 0
 
@@ -171,13 +159,8 @@ def facts_of(aws: AwsCalls, options: AwsOptions) -> AwsFacts:
     name = options.ami.removeprefix("ssm:")
     image = aws.call("ssm", "get_parameter", Name=name)["Parameter"]["Value"] if name != options.ami else options.ami
     images = aws.call("ec2", "describe_images", ImageIds=[image])["Images"]
-    built_for = str(images[0].get("Architecture")) if images else "no region that is asked"
-    runs = kind["ProcessorInfo"]["SupportedArchitectures"]
-    if built_for not in runs:
-        raise ConfigError(
-            f"--ami {image} is for {built_for}, and {options.type} in {aws.region} runs {' and '.join(runs)}; give "
-            "another --ami"
-        )
+    if not images:
+        raise ConfigError(f"--ami {image} is not an image in {aws.region}; give another --ami")
     root = str(images[0].get("RootDeviceName") or "/dev/sda1")
     disks = {each.get("DeviceName"): each.get("Ebs", {}) for each in images[0].get("BlockDeviceMappings", ())}
     info = kind.get("NetworkInfo", {})

@@ -9,7 +9,6 @@ Credentials come from boto3's chain (variables, profile, single sign-on, role of
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,23 +19,6 @@ from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.terminal import plain_line
 
 _ATTEMPTS = 6
-_LOGIN = "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give --profile"
-_CREDENTIALS = (
-    (r"Expired|TokenRefreshRequired", "the AWS credentials have expired; get new ones, as by `aws sso login`"),
-    (r"Skewed|InTheFuture", "AWS finds this machine's clock wrong; set it, or have it set by NTP"),
-    (
-        r"AuthFailure|InvalidClientTokenId|InvalidAccessKeyId|SignatureDoesNotMatch|UnrecognizedClient",
-        f"AWS doesn't accept the credentials; {_LOGIN}",
-    ),
-)
-_REMEDIES = (
-    (r"UnauthorizedOperation|AccessDenied|^403$", "have it allowed by your policy (docs/aws.md has one that suffices)"),
-    (r"Insufficient|SpotMaxPriceTooLow", "try again later, another --subnet (zone), --region or --type, or no --spot"),
-    (r"VcpuLimitExceeded|InstanceLimitExceeded", "ask for more vCPUs at Service Quotas, or give fewer --nodes"),
-    (r"Unsupported|InvalidInstanceType", "`aws ec2 describe-instance-type-offerings` lists the types of this region"),
-    (r"NoSuchBucket|^404$", "correct --bucket, or create it: aws s3 mb s3://BUCKET"),
-    (r"PermanentRedirect|^301$|AuthorizationHeaderMalformed", "the bucket is in another region; give that --region"),
-)
 
 
 class CallFailed(RunFailed):
@@ -49,10 +31,6 @@ class CallFailed(RunFailed):
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
         self.code = code
-
-
-class NoAccess(CallFailed):
-    """Credentials or a way to AWS are missing: a plan can be made without them."""
 
 
 class AwsCalls:
@@ -144,34 +122,10 @@ def _session(profile: str | None, region: str | None) -> Any:
 
 
 def _failed(error: Exception, name: str, region: str) -> CallFailed:
-    """Return the sentence about a call that failed, with all its repetitions."""
-    from botocore import exceptions
-
-    why = _why(error)
-    if isinstance(error, exceptions.ClientError):
-        code = str(error.response.get("Error", {}).get("Code", ""))
-        access = next((text for pattern, text in _CREDENTIALS if re.search(pattern, code)), None)
-        if access is not None:
-            return NoAccess(f"{name}: {access} ({why}; {code})", code)
-        remedy = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, code)), "")
-        if "iamInstanceProfile" in why:
-            remedy = "`aws iam list-instance-profiles` lists the profiles; correct --instance-profile"
-        return CallFailed(f"{name} failed in {region}: {why} ({code}){f'; {remedy}' if remedy else ''}", code)
-    if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
-        return NoAccess(f"there are no complete AWS credentials; {_LOGIN}")
-    if isinstance(error, exceptions.SSOError | exceptions.TokenRetrievalError | exceptions.CredentialRetrievalError):
-        return NoAccess(f"the AWS credentials can't be renewed ({why}); call `aws sso login`, or {_LOGIN}")
-    if isinstance(error, exceptions.HTTPClientError | exceptions.ConnectionError):
-        kind = NoAccess if isinstance(error, exceptions.ConnectionError) else CallFailed
-        return kind(f"{name}: AWS is not reached in {region} ({why}); check the network and the region")
-    return CallFailed(f"{name} failed in {region}: {why}")
-
-
-def _why(error: Exception) -> str:
-    response = getattr(error, "response", None)
-    text = str(response.get("Error", {}).get("Message", "")) if isinstance(response, Mapping) else str(error)
-    text = re.sub(r"\s*Encoded authorization failure message:.*", "", text, flags=re.DOTALL)
-    return plain_line(" ".join(text.split()))[:300].rstrip(". ") or type(error).__name__
+    fault = (getattr(error, "response", None) or {}).get("Error", {})
+    text, _, _ = (fault.get("Message") or str(error)).partition("Encoded authorization failure message:")
+    why, code = plain_line(" ".join(text.split()))[:300].rstrip(". "), str(fault.get("Code", ""))
+    return CallFailed(f"{name} failed in {region}: {why}{f' ({code})' if code else ''}", code)
 
 
 def wait_until(answer: Callable[[], Any], seconds: float, pause: float) -> Any:

@@ -7,7 +7,7 @@ follow    until the run has ended, or its instances are lost, or one never repor
 
 Every machine with the right credentials can do this: an identifier, REGION/BUCKET[/PREFIX]/NAME, names the job.
     s3://BUCKET/PREFIX/NAME/job.json        the record of the job      .../token      the launchers' secret
-    .../logs/N/BYTES  .../ends/N            log from a byte on, and exit code, of instance N
+    .../logs/N        .../ends/N            log, and exit code, of instance N
     .../stop          .../results/          asks all to save and stop; the run's folder, from instance 0
     lockstep-job=NAME                       tag of all that was created for it
 """
@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -29,7 +30,7 @@ from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop, write_stderr
 from lockstep.core.terminal import command_line, echo, plain, plain_line
-from lockstep.launchers.aws_calls import AwsCalls, CallFailed, from_command, wait_until
+from lockstep.launchers.aws_calls import AwsCalls, from_command, wait_until
 from lockstep.launchers.tools import Patience, write_files
 
 TAG = "lockstep-job"
@@ -100,62 +101,41 @@ def start(plan: LaunchPlan, record: Mapping[str, Any], values: Mapping[str, Any]
     """
     job = job_named(record["job"])
     echo(f"starting AWS job {job.identifier}", file=sys.stderr, flush=True)  # by which it can be canceled
-    starting = _Starting(AwsCalls(job.region, record["profile"]), job, {**values})
-    with undo_on_stop(starting.undo_in_handler):
+    aws = AwsCalls(job.region, record["profile"])
+
+    def make(words: Sequence[str]) -> None:
+        service, operation, given = from_command(words)
+        filled = {name: values[given[name]] for name in _FILLED if name in given}
+        aws.call(service, operation, **{**given, **filled})
+
+    def undo() -> str:
+        try:  # with new clients: a signal may have interrupted a call of the others
+            remove(AwsCalls(job.region, aws.profile), job, settle=True)
+        except Failure as failure:
+            return f"; {failure}"
+        return ""
+
+    make(plan.commands[0])  # asks for the bucket, and changes nothing
+    with undo_on_stop(lambda: write_stderr(f"what was created is removed{undo()}")):
         try:
-            starting.make_calls(plan.commands)
-            starting.wait_for_instances(int(record["nodes"]))
+            for words in plan.commands[1:]:
+                make(words)
+            _wait_for_instances(aws, job, int(record["nodes"]))
         except BaseException as error:
-            starting.undo(error)
+            if left := undo():
+                raise RunFailed(f"{error or type(error).__name__}{left}") from error
             raise
 
 
-class _Starting:
-    """A job that is being started."""
+def _wait_for_instances(aws: AwsCalls, job: AwsJob, wanted: int) -> None:
+    def are_there() -> bool:
+        listed = instances(aws, job)
+        if ended := [each for each in listed if _state(each) in _ENDED]:
+            raise RunFailed(f"an instance has ended while it was started: {_reason(ended[0]) or 'no reason given'}")
+        return sum(_state(each) == "running" for each in listed) >= wanted
 
-    def __init__(self, aws: AwsCalls, job: AwsJob, values: dict[str, Any]) -> None:
-        self._aws = aws
-        self._job = job
-        self._values = values
-        self._has_asked = False
-
-    def make_calls(self, commands: Sequence[Sequence[str]]) -> None:
-        for service, operation, given in map(from_command, commands):
-            self._has_asked |= operation != "head_bucket"
-            filled = {name: self._values[given[name]] for name in _FILLED if name in given}
-            self._aws.call(service, operation, **{**given, **filled})
-
-    def wait_for_instances(self, wanted: int) -> None:
-        def are_there() -> bool:
-            listed = instances(self._aws, self._job)
-            ended = [each for each in listed if _state(each) in _ENDED]
-            if ended:
-                raise RunFailed(f"an instance has ended while it was started: {_reason(ended[0]) or 'no reason given'}")
-            return sum(_state(each) == "running" for each in listed) >= wanted
-
-        if not wait_until(are_there, _RUNNING_S, _POLL_S):
-            raise RunFailed(
-                f"the {wanted} instances are not running after {_RUNNING_S:g} s; try again, or another --type"
-            )
-
-    def undo(self, error: BaseException) -> None:
-        """Remove what was created; if that fails, too, the sentence has both reasons."""
-        try:
-            self._remove()
-        except Failure as second:
-            raise RunFailed(f"{error or type(error).__name__}; {second}") from error
-
-    def undo_in_handler(self) -> None:
-        write_stderr("removing what was created")
-        try:
-            self._remove()
-        except Failure as failure:
-            write_stderr(str(failure))
-
-    def _remove(self) -> None:
-        """Remove what was created, with new clients: a signal may have interrupted a call of the others."""
-        if self._has_asked:
-            remove(AwsCalls(self._job.region, self._aws.profile), self._job, settle=True)
+    if not wait_until(are_there, _RUNNING_S, _POLL_S):
+        raise RunFailed(f"the {wanted} instances are not running after {_RUNNING_S:g} s; try again, or another --type")
 
 
 # --- instances, and the end of all that is paid for -----------------------------------------------------------------
@@ -173,7 +153,6 @@ def _state(instance: Mapping[str, Any]) -> str:
 
 
 def _reason(instance: Mapping[str, Any]) -> str:
-    """Return why an instance has ended, in AWS's words; empty: it is not known."""
     return plain_line(str(instance.get("StateReason", {}).get("Message") or instance.get("StateTransitionReason", "")))
 
 
@@ -224,47 +203,38 @@ class JobObjects:
     def __init__(self, aws: AwsCalls, job: AwsJob) -> None:
         self._aws = aws
         self._job = job
-        self._at = self._newest = 0  # bytes of the log that were printed; where the newest object of it starts
+        self._printed = 0  # bytes of the log
         self._half = b""
 
     def record(self) -> Mapping[str, Any] | None:
         """Return what was recorded when the job was launched; None: it was removed, or never there."""
         try:
-            known: Mapping[str, Any] = json.loads(self._read("job.json"))
-            int(known["nodes"]), str(known["run_folder"]), float(known["boot_minutes"])
-        except CallFailed as failure:
-            if failure.code in ("NoSuchKey", "404"):
+            if (text := self._read("job.json")) is None:
                 return None
-            raise
+            known: Mapping[str, Any] = json.loads(text)
+            int(known["nodes"]), str(known["run_folder"]), float(known["boot_minutes"])
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{self._job.place}/job.json is damaged") from None
         return known
 
     def ends(self) -> dict[int, int]:
         """Return the exit codes of the instances that have ended, by their number."""
-        texts = {name: self._read(name).decode(errors="replace").strip() for name in self._names("ends/")}
-        return {
-            int(name.removeprefix("ends/")): int(text) if re.fullmatch(r"\d{1,3}", text) else 1
-            for name, text in sorted(texts.items())
-            if re.fullmatch(r"ends/\d{1,6}", name)
-        }
+        names = [name for name in self._names("ends/") if re.fullmatch(r"ends/\d{1,6}", name)]
+        texts = {int(name[5:]): (self._read(name) or b"").decode(errors="replace").strip() for name in sorted(names)}
+        return {node: int(text) if re.fullmatch(r"\d{1,3}", text) else 1 for node, text in texts.items()}
 
-    def has_reported(self, node: int) -> bool:
-        """Return whether an instance has sent anything."""
-        return any(True for place in (f"logs/{node}/", f"ends/{node}") for _ in self._names(place))
+    def reported(self) -> set[int]:
+        """Return the instances that have sent anything."""
+        names = [name.partition("/")[2] for place in ("logs/", "ends/") for name in self._names(place)]
+        return {int(name) for name in names if name.isdecimal()}
 
     def print_log(self) -> None:
         """Print what is new in the log of instance 0: its whole lines."""
-        place = self._job.key("logs/0/")
-        after = {"StartAfter": f"{place}{self._newest - 1:015d}"} if self._newest else {}  # the newest one may grow
-        for entry in self._listed("logs/0/", **after):
-            start = int(entry["Key"].rpartition("/")[2])
-            if start <= self._at < start + int(entry["Size"]):
-                data = self._read(entry["Key"].removeprefix(self._job.key("")), Range=f"bytes={self._at - start}-")
-                self._at, self._newest = self._at + len(data), start
-                whole, newline, self._half = (self._half + data).rpartition(b"\n")
-                if newline:
-                    echo(plain(whole.decode(errors="replace")), flush=True)
+        data = self._read("logs/0", Range=f"bytes={self._printed}-") or b""
+        self._printed += len(data)
+        whole, newline, self._half = (self._half + data).rpartition(b"\n")
+        if newline:
+            echo(plain(whole.decode(errors="replace")), flush=True)
 
     def print_rest(self) -> None:
         """Print the last line of the log, which has no end."""
@@ -293,10 +263,7 @@ class JobObjects:
             for node in range(nodes):
                 path = folder / "launch" / f"node-{node}.log"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("wb") as file:
-                    for name in self._names(f"logs/{node}/"):
-                        file.seek(int(name.rpartition("/")[2]))  # an object may repeat bytes of the one before
-                        file.write(self._read(name))
+                path.write_bytes(self._read(f"logs/{node}") or b"")
         except (OSError, ValueError) as error:
             raise RunFailed(f"can't write {path}: {getattr(error, 'strerror', None) or error}") from None
         return number
@@ -312,15 +279,17 @@ class JobObjects:
         return len(names)
 
     def _names(self, prefix: str) -> Iterator[str]:
-        return (each["Key"].removeprefix(self._job.key("")) for each in self._listed(prefix))
-
-    def _listed(self, prefix: str, **more: str) -> Iterator[Any]:
         where = {"Bucket": self._job.bucket, "Prefix": self._job.key(prefix)}
-        return self._aws.items("s3", "list_objects_v2", "Contents", **where, **more)
+        listed = self._aws.items("s3", "list_objects_v2", "Contents", **where)
+        return (each["Key"].removeprefix(self._job.key("")) for each in listed)
 
-    def _read(self, name: str, **range_: str) -> bytes:
-        reply = self._aws.call("s3", "get_object", Bucket=self._job.bucket, Key=self._job.key(name), **range_)
-        return bytes(reply["Body"])
+    def _read(self, name: str, **range_: str) -> bytes | None:
+        """Return an object; None: it isn't there, or has nothing in this range."""
+        missing = ("NoSuchKey", "404", "InvalidRange")
+        reply = self._aws.call(
+            "s3", "get_object", accept=missing, Bucket=self._job.bucket, Key=self._job.key(name), **range_
+        )
+        return bytes(reply["Body"]) if reply else None
 
 
 # --- follow and cancel ----------------------------------------------------------------------------------------------
@@ -361,12 +330,8 @@ class FollowedJob:
             if self._code is not None:
                 return AwsState(f"{name}: ended with exit code {self._code}", self._code, {}, (), 0)
             if self._objects.record() is None:
-                raise ConfigError(
-                    f"AWS has nothing of job {self.job.identifier}: it has ended, and everything was removed, or it "
-                    "was never launched"
-                )
-            rest = f"{self.job.cancel_line} removes the rest"
-            return AwsState(f"{name}: no instance was started, or all are long gone; {rest}", None, {}, (), 0)
+                raise ConfigError(f"AWS has nothing of job {self.job.identifier}: everything was removed")
+            return AwsState(f"{name}: has no instance; {self.job.cancel_line} removes the rest", None, {}, (), 0)
         states = Counter(_state(each) for each in listed)
         text = f"{name}: instances {', '.join(f'{number} {state}' for state, number in states.items()) or 'gone'}"
         live = sum(_state(each) != "terminated" for each in listed)
@@ -385,10 +350,7 @@ class FollowedJob:
         if record is None:
             state = self.state()
             if state.code is None:
-                raise ConfigError(
-                    f"{state.text}; its record is missing in {self.job.place}, so it can't be followed: "
-                    f"{self.job.cancel_line} ends it"
-                )
+                raise ConfigError(f"{state.text}; {self.job.place}/job.json is missing: {self.job.cancel_line} ends it")
             echo(state.text, file=sys.stderr)
             return state.code
         state, code = self._wait_for_end(record, patience)
@@ -411,13 +373,12 @@ class FollowedJob:
             echo(f"nothing of AWS job {self.job.identifier} was left", file=sys.stderr)
 
     def _wait_for_end(self, record: Mapping[str, Any], patience: Patience) -> tuple[AwsState, int]:
-        """Print log and state until the job has ended; return its exit code. Raises RunFailed."""
         began, first_end, shown = time.monotonic(), float("inf"), ""
         silent, boot_s = {*range(int(record["nodes"]))}, 60 * float(record["boot_minutes"])
         while True:
             with patience:
                 state = self._state_of_followed()
-                silent -= {node for node in silent if self._objects.has_reported(node)}
+                silent -= self._objects.reported()
                 self._objects.print_log()
                 if state.text != shown:
                     shown = state.text
@@ -449,16 +410,16 @@ class FollowedJob:
         """Print the end of the log of another instance than 0 that has failed, or of a console if there is no log."""
         failed = next((node for node, its_code in state.ends.items() if its_code), 0)
         if failed and not state.ends.get(0):
-            text = plain((folder / "launch" / f"node-{failed}.log").read_text(errors="replace"))
-            _show_end(f"the log of instance {failed}", text)
-        silent = [node for node in range(len(state.listed)) if node not in state.ends] if code else []
-        if silent:
-            name = str(state.listed[silent[0]]["InstanceId"])
-            try:
-                text = str(self._aws.call("ec2", "get_console_output", InstanceId=name).get("Output") or "")
-            except Failure:
-                text = ""
-            _show_end(f"the console of instance {silent[0]}, {name},", plain(text) or "(EC2 has none of it)")
+            _show_end(
+                f"the log of instance {failed}",
+                (folder / "launch" / f"node-{failed}.log").read_text("utf-8", "replace"),
+            )
+        silent = next((node for node in range(len(state.listed)) if node not in state.ends), None)
+        if code and silent is not None:
+            name, text = str(state.listed[silent]["InstanceId"]), ""
+            with suppress(Failure):
+                text = self._aws.call("ec2", "get_console_output", InstanceId=name).get("Output", "")
+            _show_end(f"the console of instance {silent}, {name},", text or "(EC2 has none of it)")
 
     def _fetch(self, folder: Path, nodes: int) -> None:
         """Fetch the results; if that fails, end what is paid by the hour, and keep them. Raises RunFailed."""
@@ -480,7 +441,7 @@ class FollowedJob:
         """Ask the run to save and stop, and wait for it; a job whose run has not begun needs no waiting."""
         try:
             state = self.state()
-            if state.code is not None or not state.live or not self._objects.has_reported(0):
+            if state.code is not None or not state.live or 0 not in self._objects.reported():
                 return
             self._objects.ask_to_stop()
             echo("waiting for the run to save and stop; Ctrl-C leaves that to its instances", file=sys.stderr)
@@ -502,7 +463,6 @@ class FollowedJob:
             raise ConfigError(f"{self._record_file} is missing or damaged; give the job's identifier") from None
 
     def _remember(self, code: int) -> None:
-        """Write the exit code into the run's folder here."""
         self._code = code
         if self._record_file is None:
             return
@@ -514,5 +474,5 @@ class FollowedJob:
 
 
 def _show_end(what: str, text: str) -> None:
-    lines = [f"--- {what} ends with:", *text.splitlines()[-_SHOWN_LINES:]]
+    lines = [f"--- {what} ends with:", *plain(text).splitlines()[-_SHOWN_LINES:]]
     echo("\n".join(lines), file=sys.stderr, flush=True)

@@ -58,13 +58,11 @@ finish() {{
     shutdown -h now
 }}
 
-# What is new in the log becomes an object, which is named by the byte at which it starts.
+# The log is sent again when it has grown.
 send_log() {{
-    start=$(cat "$home/sent")
     size=$(stat -c %s "$home/log")
-    [ "$size" -gt "$start" ] || return 0
-    dd if="$home/log" bs=1M iflag=skip_bytes,count_bytes skip="$start" count="$((size - start))" status=none |
-        aws s3 cp --quiet - "$bucket/logs/$node/$(printf %015d "$start")" && echo "$size" > "$home/sent"
+    [ "$size" = "$(cat "$home/sent")" ] && return
+    aws s3 cp --quiet "$home/log" "$bucket/logs/$node" && echo "$size" > "$home/sent"
 }}
 
 metadata() {{

@@ -15,7 +15,6 @@ import os
 import re
 import secrets
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,12 +25,13 @@ from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import command_line, echo, plain
-from lockstep.launch.meeting import TOKEN
+from lockstep.launch.rendezvous import TOKEN
 from lockstep.launchers.mounts import Mount, mount_problems
 from lockstep.launchers.tools import (
     as_comment,
     as_yaml,
     execute,
+    follow_until_end,
     job_name,
     node_problems,
     program_words,
@@ -111,19 +111,17 @@ class DockerLauncher:
 
     def follow(self, job: LaunchedJob) -> int:
         """Print the log of node 0 until all nodes have ended."""
-        status, shown, since = _state(job), "", "0"
-        while True:
-            if status.text != shown:
-                shown = status.text
-                echo(shown, file=sys.stderr, flush=True)
-            if not _is_kept(job):
+        _state(job)
+        since = "0"
+
+        def print_new(status: JobStatus) -> None:
+            nonlocal since
+            if _kept_end(job) is None:
                 _print_log(job.number, since)
                 since = str(time.time())
-            if status.code is not None:
-                _finished(job, status)
-                return status.code
-            time.sleep(_POLL_S)
-            status = _state(job, canceled=True)
+            _finished(job, status)
+
+        return follow_until_end(lambda: _state(job, canceled=True), print_new, _POLL_S)
 
     def cancel(self, job: LaunchedJob) -> None:
         """Stop the containers: the ranks save within the grace period."""
@@ -141,7 +139,6 @@ DOCKER = DockerLauncher()
 
 
 def _check(command: JobCommand, options: DockerOptions, folder: Path) -> None:
-    """Raise ConfigError if the options aren't valid, or don't fit together or with the command."""
     problems = [*node_problems(command, options.nodes, "in one container"), *_malformed(options, folder)]
     problems += variable_problems(options.env, _SECRET, from_here=True)
     if not problems:
@@ -327,7 +324,7 @@ def _print_log(number: str, since: str) -> None:
 
 def _finished(job: LaunchedJob, status: JobStatus) -> JobStatus:
     """Keep the logs and the end of a job in its folder, and remove its containers; leave them if there is no folder."""
-    if status.code is not None and job.folder is not None and not _is_kept(job):
+    if status.code is not None and job.folder is not None and _kept_end(job) is None:
         end = {"job": job.number, "code": status.code, "text": status.text}
         write_files({job.folder / _LOG_FILE: _compose(job.number, "logs", "--no-color")})
         write_files({job.folder / _END_FILE: json.dumps(end, indent=2) + "\n"})
@@ -335,12 +332,7 @@ def _finished(job: LaunchedJob, status: JobStatus) -> JobStatus:
     return status
 
 
-def _is_kept(job: LaunchedJob) -> bool:
-    return _kept_end(job) is not None
-
-
 def _kept_end(job: LaunchedJob) -> JobStatus | None:
-    """Return how a job has ended, if that was kept."""
     if job.folder is None:
         return None
     try:

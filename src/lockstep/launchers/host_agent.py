@@ -44,8 +44,6 @@ def serve(folder: str) -> int:
 
 
 class _Lines:
-    """Lines on stdin."""
-
     def __init__(self) -> None:
         self._rest = b""
 

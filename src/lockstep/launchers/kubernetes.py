@@ -15,7 +15,6 @@ import secrets
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -28,7 +27,7 @@ from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import echo, plain
 from lockstep.launchers.kubernetes_manifests import TOKEN, KubernetesOptions, check, documents, text_of, workdir
-from lockstep.launchers.tools import Patience, execute, job_name, write_files
+from lockstep.launchers.tools import Patience, execute, follow_until_end, job_name, write_files
 
 _NOT_HERE = "install it, with a context for your cluster; --dry-run prints the manifests anywhere"
 _LABEL = "batch.kubernetes.io/job-name={}"  # by which its pods are selected
@@ -82,7 +81,11 @@ class KubernetesLauncher:
             try:
                 _create(plan.commands[1:])
             except RunFailed as failure:
-                _undo(kubectl, resources, failure)
+                try:
+                    _delete(kubectl, resources)
+                except RunFailed as second:
+                    left = shlex.join([*kubectl, "delete", "--ignore-not-found", *resources])
+                    raise RunFailed(f"{failure}; what was created is left ({second}); delete it: {left}") from None
                 raise
         context = [word.partition("=")[2] for word in kubectl if word.startswith("--context=")]
         return "/".join([*context, namespace, "job", name])
@@ -95,21 +98,17 @@ class KubernetesLauncher:
     def follow(self, job: LaunchedJob) -> int:
         """Print the log of the first pod, and of those that replace it, until the job has ended."""
         target = _named(job.number)
+        begun = [_ask(target)]
         printed, patience = _PodLogs(target), Patience(job.number, "kubernetes", _PATIENCE_S)
-        state, shown = _ask(target), ""
-        while True:
-            if state.text != shown:
-                shown = state.text
-                echo(shown, file=sys.stderr, flush=True)
-            printed.print_new(state)
-            if state.code is not None:
-                return state.code
-            time.sleep(_POLL_S)
-            try:
-                state = patience.ask(lambda: _ask(target), _POLL_S)
-            except ConfigError:
-                echo(f"Kubernetes {target.identifier}: deleted", file=sys.stderr)
-                return Stopped.exit_code
+
+        def ask() -> _ClusterJob:
+            return begun.pop() if begun else patience.ask(lambda: _ask(target), _POLL_S)
+
+        try:
+            return follow_until_end(ask, printed.print_new, _POLL_S)
+        except ConfigError:
+            echo(f"Kubernetes {target.identifier}: deleted", file=sys.stderr)
+            return Stopped.exit_code
 
     def cancel(self, job: LaunchedJob) -> None:
         """Delete the job: its pods get SIGTERM, and the time to save; what belongs to it goes with it."""
@@ -158,22 +157,11 @@ def _create(commands: Sequence[Sequence[str]]) -> None:
         uid = output.strip() if words[-1].endswith(_ITS_UID) else uid
 
 
-def _undo(kubectl: Sequence[str], resources: Sequence[str], failure: RunFailed) -> None:
-    """Delete what was created before a call failed. Raises RunFailed, with both reasons, if that fails too."""
-    try:
-        _delete(kubectl, resources)
-    except RunFailed as second:
-        left = shlex.join([*kubectl, "delete", "--ignore-not-found", *resources])
-        raise RunFailed(f"{failure}; what was created is left ({second}); delete it: {left}") from None
-
-
 # --- what the cluster knows of a job --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A job by its identifier."""
-
     kubectl: tuple[str, ...]
     name: str
     identifier: str
@@ -200,7 +188,6 @@ def _named(number: str) -> _Target:
 
 
 def _ask(target: _Target) -> _ClusterJob:
-    """Return the state of a job. Raises ConfigError: there is no such job."""
     try:
         job = json.loads(_asked((*target.kubectl, "get", target.resource, "--output=json")))
     except RunFailed as failure:
@@ -229,7 +216,6 @@ def _ask(target: _Target) -> _ClusterJob:
 
 
 def _states(pods: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str, Any]]:
-    """Return what is known of the containers in a state, `waiting` or `terminated`."""
     statuses = [each for pod in pods for each in pod.get("status", {}).get("containerStatuses", ())]
     return [each["state"][kind] for each in statuses if kind in each.get("state", {})]
 

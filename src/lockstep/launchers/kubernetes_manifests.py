@@ -20,7 +20,7 @@ from pydantic import Field
 
 from lockstep.core.errors import ConfigError, Paused, Problem, Stopped, VerificationError
 from lockstep.core.jobs import JobCommand
-from lockstep.core.terminal import plain_line, shortened
+from lockstep.core.terminal import shortened
 from lockstep.launchers.tools import (
     as_comment,
     as_yaml,
@@ -95,13 +95,12 @@ def check(command: JobCommand, options: KubernetesOptions) -> None:
     problems += node_problems(command, options.nodes, "in one pod")
     problems += variable_problems(options.env, _SECRET)
     if not problems:
-        problems += _unseen(command, options)
+        problems += _lost(command, options)
     if problems:
         raise ConfigError(problems)
 
 
 def _malformed(options: KubernetesOptions) -> Iterator[Problem]:
-    """Yield a problem for each value from which no manifest can be made."""
     for text in options.volume:
         if not _VOLUME.fullmatch(text) or ".." in text.split("/") or not text.isprintable():
             message = f"{shortened(text)} is not CLAIM:/PATH or CLAIM:/PATH:ro, such as work:/work"
@@ -127,26 +126,17 @@ def _misfitting(command: JobCommand, options: KubernetesOptions) -> Iterator[Pro
         yield Problem("--fresh, --from, --fork", "", message)
 
 
-def _unseen(command: JobCommand, options: KubernetesOptions) -> Iterator[Problem]:
-    """Yield a problem for each path outside of the current folder that no volume holds, and for a run that ends so."""
-    for text in command.paths:
-        inside = _in_pod(text, options)
-        below_here = Path(os.path.abspath(Path(text).expanduser())).is_relative_to(Path.cwd())
-        if not (below_here and not text.startswith(("/", "~"))) and _claim_of(inside, options) is None:
-            message = (
-                f"the pods don't see it: {inside} is in no volume; copy it into one and give --volume "
-                f"CLAIM:{inside.parent}, or name it relative to this folder and copy it to the pods' --workdir"
-            )
-            yield Problem(plain_line(text), "", message)
+def _lost(command: JobCommand, options: KubernetesOptions) -> Iterator[Problem]:
+    """Yield a problem if the run would end with the pod: no volume holds its folder."""
     place = command.checkpoint_folder
     folder = _in_pod(place or str(command.run_folder), options)
     claim = _claim_of(folder, options)
     if command.starts_run and not is_address(str(place)) and (claim is None or claim[2]):
         where = "no volume" if claim is None else f"the read-only volume {claim[0]}"
-        remedy = (
-            f"give --volume CLAIM:{folder.parent} or another that holds it, or checkpoint.folder=s3://BUCKET/PREFIX"
+        message = (
+            f"would be lost with the pod: {folder} is in {where}; give --volume CLAIM:{folder.parent} or another that "
+            "holds it, or checkpoint.folder=s3://BUCKET/PREFIX"
         )
-        message = f"would be lost with the pod: {folder} is in {where}; {remedy}"
         yield Problem("", "run.folder" if place is None else "checkpoint.folder", message)
 
 
@@ -154,13 +144,11 @@ def _unseen(command: JobCommand, options: KubernetesOptions) -> Iterator[Problem
 
 
 def _claims(options: KubernetesOptions) -> list[tuple[str, str, bool]]:
-    """Return the claim, the path and whether it is read-only, of each volume."""
     parts = [text.split(":") for text in options.volume if ":" in text]
     return [(part[0], str(PurePosixPath(part[1])), part[2:] == ["ro"]) for part in parts]
 
 
 def _claim_of(path: PurePosixPath, options: KubernetesOptions) -> tuple[str, str, bool] | None:
-    """Return the volume that holds a path, of nested ones the inner one."""
     holding = [claim for claim in _claims(options) if path.is_relative_to(claim[1])]
     return max(holding, key=lambda claim: len(claim[1]), default=None)
 
@@ -282,7 +270,6 @@ def _pod_spec(command: JobCommand, options: KubernetesOptions, name: str) -> dic
 
 
 def _further(options: KubernetesOptions) -> Mapping[str, Any]:
-    """Return the keys that the user's file adds to the pods' spec. Raises ConfigError."""
     if options.pod is None:
         return {}
     try:

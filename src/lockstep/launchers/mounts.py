@@ -73,7 +73,4 @@ def _is_seen(path: str | Path, mounts: Sequence[Mount], *, writing: bool = False
 
 
 def _mounting(flag: str, path: str | Path, ending: str = "") -> str:
-    """Return the flag that mounts a path at the same path of the container, for a shell."""
-    if set(str(path)) & {":", ","}:
-        return f"{flag} with a copy of it, at a path without colons and commas"
     return f"{flag} {shlex.quote(f'{path}:{path}{ending}')}"

@@ -19,7 +19,6 @@ import secrets
 import shlex
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -34,6 +33,7 @@ from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.terminal import echo, plain
 from lockstep.launchers.tools import (
     Patience,
+    follow_until_end,
     job_name,
     node_problems,
     own_program,
@@ -92,7 +92,6 @@ class RayOptions(Section):
 
 
 def _check(command: JobCommand, options: RayOptions) -> None:
-    """Raise ConfigError if the options aren't valid, or don't fit together or with the command."""
     problems = [*node_problems(command, options.nodes, "on one node"), *variable_problems(options.env, _SECRET)]
     if options.upload and options.folder is not None:
         problems.append(
@@ -121,7 +120,6 @@ def _check(command: JobCommand, options: RayOptions) -> None:
 
 
 def _bundle(command: JobCommand, options: RayOptions) -> dict[str, float]:
-    """Return the resources of each node, by Ray's names."""
     number = command.ranks or options.gpus_per_node or 1
     cpus = number if options.cpus_per_node == "auto" else options.cpus_per_node
     gpus = {} if options.gpus_per_node is None else {"GPU": options.gpus_per_node}
@@ -189,20 +187,19 @@ class RayLauncher:
     def follow(self, job: LaunchedJob) -> int:
         """Print the job's output until it has ended."""
         client, name = _named(job.number)
-        output, shown, patience = JobOutput(), "", Patience(job.number, "ray")
-        while True:
-            with patience:
-                status = _status(client, name)
-                if status.text != shown:
-                    shown = status.text
-                    echo(shown, file=sys.stderr, flush=True)
-                with _answers(name):
-                    if status.code is None:
-                        asyncio.run(_print_tail(client, name, output))
-                    else:
-                        output.print_new(client.get_job_logs(name) + "\n", 0)
-                        return status.code
-            time.sleep(_POLL_S)
+        output, patience = JobOutput(), Patience(job.number, "ray")
+
+        def read(status: JobStatus) -> None:
+            with _answers(name):
+                if status.code is None:
+                    asyncio.run(_print_tail(client, name, output))
+                else:
+                    output.print_new(client.get_job_logs(name) + "\n", 0)
+
+        def print_new(status: JobStatus) -> None:
+            patience.ask(lambda: read(status), _POLL_S)
+
+        return follow_until_end(lambda: patience.ask(lambda: _status(client, name), _POLL_S), print_new, _POLL_S)
 
     def cancel(self, job: LaunchedJob) -> None:
         """Stop the job: its driver gets SIGTERM, and the nodes save and stop within its grace."""
@@ -257,7 +254,6 @@ def _named(number: str) -> tuple[JobSubmissionClient, str]:
 
 
 def _status(client: JobSubmissionClient, name: str) -> JobStatus:
-    """Return a job's state. Raises ConfigError: there is no such job."""
     with _answers(name):
         info = client.get_job_info(name)
     state, code = info.status.value, info.driver_exit_code

@@ -26,7 +26,7 @@ from typing import Any
 from lockstep.core.errors import ConfigError, Paused, RunFailed
 from lockstep.core.stopping import handled_signals, stop_at_once
 from lockstep.core.terminal import echo, plain
-from lockstep.launch.meeting import TOKEN
+from lockstep.launch.rendezvous import TOKEN
 
 _POLL_S = 0.5
 _NOTED_S = 2.0
@@ -123,7 +123,6 @@ def _resources(amounts: Mapping[str, float]) -> str:
 
 
 def _nodes(order: Order, group: Any) -> list[_Node]:
-    """Start an actor on each node."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -217,7 +216,6 @@ class _Run:
         return failed.code or 0
 
     def _receive(self, node: _Node, reply: Any) -> None:
-        """Take what a poll has returned: output, and maybe the exit code."""
         import ray
 
         try:

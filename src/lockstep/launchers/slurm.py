@@ -15,20 +15,20 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lockstep.core.errors import ConfigError, Paused, Problem, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan, SweepOptions
-from lockstep.core.terminal import echo, plain_line, shortened
+from lockstep.core.terminal import plain_line, shortened
 from lockstep.launchers.mounts import Mount, mount_problems
 from lockstep.launchers.tools import (
     OutputTail,
     as_comment,
     bash_array,
     execute,
+    follow_until_end,
     node_problems,
     own_program,
     program_words,
@@ -39,8 +39,7 @@ from lockstep.strategies.section import Auto, Positive, Section
 
 _NOT_HERE = "call this where Slurm's commands are, such as a login node; --dry-run prints the script anywhere"
 _ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
-_POLL_S = 0.5
-_ASK_S = 2.0  # between questions to the controller, which many users share
+_POLL_S = 2.0  # between questions to the controller, which many users share
 _LATE_OUTPUT_S = 1.0  # a shared folder may show the last lines late
 _TIME = re.compile(r"(?:(\d{1,6})-)?(\d{1,6})(?::(\d{1,6}))?(?::(\d{1,6}))?")
 _OWN = (
@@ -118,27 +117,20 @@ class SlurmLauncher:
 
     def follow(self, job: LaunchedJob) -> int:
         """Print the job's output and its changes of state until it has ended."""
-        tasks = _tasks(job.number)
-        tail = OutputTail(_pattern(tasks))
-        shown, asked_at = "", time.monotonic()
-        while True:
-            text = "\n".join(_line(task) for task in tasks)
-            tail.print_new()
-            if text != shown:
-                shown = text
-                echo(text, file=sys.stderr, flush=True)
-            if (code := _code(tasks)) is not None:
+        tail = OutputTail(_pattern(_tasks(job.number)))
+
+        def print_new(status: JobStatus) -> None:
+            if status.code is not None:
                 time.sleep(_LATE_OUTPUT_S)
-                tail.print_new()
-                return code
-            time.sleep(_POLL_S)
-            if time.monotonic() - asked_at >= _ASK_S:
-                tasks, asked_at = _tasks(job.number), time.monotonic()
+            tail.print_new()
+
+        return follow_until_end(lambda: self.status(job), print_new, _POLL_S)
 
     def cancel(self, job: LaunchedJob) -> None:
         """Cancel the job: Slurm sends SIGTERM to its processes, so the ranks save as far as Slurm's KillWait allows."""
-        if self.status(job).code is not None:
-            raise ConfigError(f"Slurm job {job.number} has ended already: {self.status(job).text}")
+        status = self.status(job)
+        if status.code is not None:
+            raise ConfigError(f"it has ended already: {status.text}")
         execute(("scancel", job.number), _NOT_HERE)
 
 
@@ -149,7 +141,6 @@ SLURM = SlurmLauncher()
 
 
 def _check(command: JobCommand, options: SlurmOptions) -> None:
-    """Raise ConfigError if the options don't fit together or with the command."""
     problems = node_problems(command, options.nodes, "on one node")
     if options.array_limit is not None and not command.sweep:
         problems.append(Problem("--array-limit", "", "is for the runs of a sweep; give --sweep KEY=A,B too"))
@@ -333,7 +324,6 @@ def _ending(command: JobCommand, options: SlurmOptions) -> Iterator[str]:
 
 
 def _tasks(number: str) -> list[Mapping[str, str]]:
-    """Return the fields of a job, or of each task of an array. Raises ConfigError: there is no such job."""
     if not re.fullmatch(r"\d+(_\d+)?", number):
         raise ConfigError(
             f"{number!r} is neither the number of a Slurm job nor the folder of a run that Slurm was given"

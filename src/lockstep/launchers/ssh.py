@@ -30,7 +30,7 @@ from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import HostOptions, JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.nodes import checked_address
 from lockstep.core.processes import started
-from lockstep.launch.meeting import TOKEN
+from lockstep.launch.rendezvous import TOKEN
 from lockstep.launchers.ssh_run import SshHost, SshRun, rendezvous_of
 from lockstep.launchers.tools import own_program, variable_problems, write_files
 from lockstep.strategies.section import Section
@@ -97,7 +97,6 @@ def hosts_of(options: SshOptions) -> list[NamedHost]:
 
 
 def _check(command: JobCommand, options: SshOptions, hosts: Sequence[NamedHost]) -> None:
-    """Raise ConfigError if the options don't fit together or with the command."""
     problems = [*variable_problems(options.env, _SECRET, from_here=True)]
     if len(hosts) > 1 and not command.nodes:
         message = f"{len(hosts)} hosts, but `lockstep {command.words[0]}` runs on one; name one"
@@ -225,7 +224,6 @@ def _parts(texts: Sequence[str]) -> list[tuple[str, str, str]]:
 
 
 def _record(job: LaunchedJob) -> Mapping[str, Any]:
-    """Return what was written when the job was launched. Raises ConfigError."""
     if job.folder is None:
         raise ConfigError(f"{job.number!r} is neither a job that ssh was given from here nor the folder of its run")
     try:

@@ -1,6 +1,7 @@
 """Tools that launchers share: running other programs, writing a job's files, printing its output.
 
 execute(["sbatch", ...])    its output, or one sentence if it is missing or refuses
+follow_until_end(ask, ...)  prints a job's states and output
 Patience(job, "slurm")      bears that a job can't be asked for a while
 OutputTail(pattern)         prints what is new in the files that match
 """
@@ -16,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import yaml
 
@@ -32,7 +33,6 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*(=[^\0]*)?", re.DOTALL)
 _LAST_UPDATE_S = 60  # for the update that is running and the ends of the processes
 _WRITTEN_PER_SECOND = 200e6  # bytes, by a node, to a slow shared file system
 _UNKNOWN_STATE_S = 120
-_PATIENCE_S = 120
 _MOST_LINES = 3
 _MOST_NAME = 40  # characters: pods of Kubernetes add a suffix of their own, and a label has 63
 
@@ -44,13 +44,7 @@ def seconds_to_save(command: JobCommand, nodes: int) -> int:
     return _LAST_UPDATE_S + round(command.state_bytes / (_WRITTEN_PER_SECOND * nodes))
 
 
-def execute(
-    words: Sequence[str],
-    remedy: str = "",
-    given: str | None = None,
-    *,
-    patience_s: float = _PATIENCE_S,
-) -> str:
+def execute(words: Sequence[str], remedy: str = "", given: str | None = None, *, patience_s: float = 120.0) -> str:
     """Run a program and return what it prints on stdout.
 
     Args:
@@ -63,18 +57,10 @@ def execute(
     """
     try:
         done = subprocess.run(
-            words,
-            input=given,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=patience_s,
-            check=False,
+            words, input=given, capture_output=True, text=True, errors="replace", timeout=patience_s, check=False
         )
-    except FileNotFoundError:
+    except OSError:
         raise RunFailed(f"{words[0]} is not installed here{f'; {remedy}' if remedy else ''}") from None
-    except OSError as error:
-        raise RunFailed(f"{words[0]} can't be started: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise RunFailed(f"{shlex.join(words)} did not answer within {patience_s:g} s") from None
     if done.returncode != 0:
@@ -171,6 +157,32 @@ def write_files(files: Mapping[Path, str]) -> None:
             raise RunFailed(f"can't write {path}: {error.strerror}") from None
 
 
+class FollowedState(Protocol):
+    """A job's state: a line for a person, and its exit code once it has ended."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def code(self) -> int | None: ...
+
+
+_State = TypeVar("_State", bound=FollowedState)
+
+
+def follow_until_end(ask: Callable[[], _State], print_new: Callable[[_State], object], pause: float) -> int:
+    """Print changes of a job's state, and what is new of its output, until it has ended; return its exit code."""
+    shown = ""
+    while True:
+        state = ask()
+        if state.text != shown:
+            shown = state.text
+            echo(shown, file=sys.stderr, flush=True)
+        print_new(state)
+        if state.code is not None:
+            return state.code
+        time.sleep(pause)
+
+
 class Patience:
     """Bears that questions about a job fail for a while: the network is gone, a server is busy, a login has expired.
 
@@ -226,9 +238,8 @@ class OutputTail:
         self._read: dict[str, int] = {}
         self._last = ""
 
-    def print_new(self) -> bool:
-        """Print what is new, with the file's name where another file's lines came before; return if anything was."""
-        printed = False
+    def print_new(self) -> None:
+        """Print what is new, with the file's name where another file's lines came before."""
         for path in sorted(glob.glob(self._pattern)):
             try:
                 with open(path, "rb") as file:
@@ -242,6 +253,5 @@ class OutputTail:
             self._read[path] = self._read.get(path, 0) + len(whole)
             if len(self._read) > 1 and path != self._last:
                 echo(f"--- {Path(path).name}", file=sys.stderr)
-            self._last, printed = path, True
+            self._last = path
             echo(plain(whole.decode(errors="replace").rstrip("\n")), flush=True)
-        return printed

@@ -23,7 +23,7 @@ from typing import Any
 
 from lockstep.core.files import MAX_JSON_BYTES, changed, opened_regular, read_bounded
 from lockstep.core.formatting import duration
-from lockstep.launch.last_launch import last_launch, why_unrecorded
+from lockstep.launch.ends_file import last_launch, why_unrecorded
 from lockstep.monitor.attempts import holder_may_live
 from lockstep.monitor.events import passed_discards
 from lockstep.monitor.folder import ENVIRONMENT, METRICS, SUMMARY, held_by, is_finished

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lockstep.core import formatting
 from lockstep.core.terminal import command_line
-from lockstep.launch.last_launch import survived_failures
+from lockstep.launch.ends_file import survived_failures
 from lockstep.monitor.folder import held_by
 from lockstep.monitor.goodput import Goodput, goodput, saved_steps
 from lockstep.report.curves import median_speed, throughput, utilization

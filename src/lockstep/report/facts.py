@@ -18,8 +18,7 @@ from lockstep.core import formatting
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.secrets import hidden_variable
 from lockstep.core.terminal import command_line
-from lockstep.launch.ends_file import LaunchEnds
-from lockstep.launch.last_launch import decided_ends
+from lockstep.launch.ends_file import LaunchEnds, decided_ends
 from lockstep.monitor.folder import EARLIER, held_by
 from lockstep.monitor.goodput import RestartCost, goodput, restart_costs, saved_steps
 from lockstep.report.charts import value_text

@@ -20,14 +20,13 @@ from lockstep.config.writing import to_plain
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.nodes import is_elastic, node_range
+from lockstep.launch.agent import FollowerRounds, Hosts, LaunchState
 from lockstep.launch.devices import choose_ranks
-from lockstep.launch.host_rounds import FollowerRounds
-from lockstep.launch.hosts import Hosts
 from lockstep.launch.local import import_ahead, launch
-from lockstep.launch.meeting import connected_hosts
 from lockstep.launch.memory_folder import MemoryFolder
 from lockstep.launch.other_launchers import interface_variables
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
+from lockstep.launch.rendezvous import connected_hosts
 from lockstep.monitor.folder import LOGS
 from lockstep.plan.plan import check_on_ranks
 from lockstep.training.ahead import imports_ahead
@@ -120,7 +119,7 @@ def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResu
             entries(path, hosts.decision), ranks, job.config.launch, logs, preload=ahead, remedy=remedy, hosts=hosts,
             supervisor=rounds, watchdog=recovery.watchdog,
         )  # fmt: skip
-    if hosts.next is not None:
+    if hosts.state is LaunchState.CALLED:
         hosts.fail(result.kind, f"stopped on host {hosts.name}")
     if result.code == 0:
         print_on_stderr(f"done: {hosts.here}; the run is in {path} on host {hosts.world[0].name}")

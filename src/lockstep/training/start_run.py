@@ -24,10 +24,9 @@ from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.stopping import blocked_signals, undo_on_stop
 from lockstep.core.terminal import echo
+from lockstep.launch.agent import Hosts, LeaderRounds
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.ends_file import append_ends, last_step
-from lockstep.launch.host_rounds import LeaderRounds
-from lockstep.launch.hosts import Hosts
 from lockstep.launch.local import launch
 from lockstep.launch.memory_folder import MemoryFolder
 from lockstep.launch.outcome import LaunchResult
@@ -107,10 +106,6 @@ class SmallerBatches:
         listed = " and ".join(f"{key} is {half(size)} instead of {size}" for key, size in sizes.items())
         kept = ", and the global batch stays as it is" if _MICRO_SIZE in sizes else ""
         return f"{listed} from here on{kept}"
-
-    def may_follow(self, end: End) -> bool:
-        """Return whether the next round could need less memory after this end; change nothing."""
-        return self._smaller(self._too_large(end)) is not None
 
     def _smaller(self, sizes: Mapping[str, int]) -> Config | None:
         """Return the config with half of these sizes; None: that isn't smaller, or the run doesn't work with it.
@@ -389,7 +384,7 @@ def _rounds(job: Job, sizes: SmallerBatches, folder: RunFolder, hosts: Hosts | N
     if not hosts.recovers:
         return None
     wait = job.config.recovery.host_wait
-    return LeaderRounds(hosts, _supervisor(sizes, folder), wait, hosts.elastic, sizes.folder, decision_of)
+    return LeaderRounds(hosts, _supervisor(sizes, folder), wait, sizes.folder, decision_of)
 
 
 def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:
@@ -409,7 +404,7 @@ def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:
         steps = list(names_by_step(snapshots_in(job.memory, None).names())) if job.memory is not None else []
         return max((*steps, last_step(folder / METRICS) or 0))
 
-    return Supervisor(job.config.recovery, furthest, resumed, sizes.after, sizes.may_follow, run.taken)
+    return Supervisor(job.config.recovery, furthest, resumed, sizes.after, run.taken)
 
 
 def _content(file: Path) -> bytes:

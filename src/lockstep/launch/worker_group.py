@@ -9,42 +9,67 @@
 
 The launcher sleeps until a rank reports, a process ends, a signal arrives or a deadline passes; four times a second it
 looks whether all ranks move (`hang_watch`).
+
+Ranks are forks of the launcher, which has imported what they need. Ranks that are fresh interpreters inherit a file in
+memory with their entry. Multiprocessing's pickler would put tensors into memory that all ranks share: a step of one
+changed the others' weights.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import gc
 import math
+import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from types import FrameType
-from typing import TYPE_CHECKING
+from multiprocessing.reduction import DupFd, ForkingPickler
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+from lockstep.config.schema import Launch
+from lockstep.config.training_sections import Watchdog
+from lockstep.core.errors import ConfigError, Problem, RunFailed, message_of
 from lockstep.core.failure_kinds import FailureKind
+from lockstep.core.heartbeat import Heartbeat, shared_heartbeat
 from lockstep.core.phase_clock import Phase
-from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS
+from lockstep.core.process_settings import open_closed_streams
+from lockstep.core.ranks import ADDRESS, LAUNCHER, NODES, RankEnvironment
+from lockstep.core.safe_path import safe_interpreters
+from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, blocked_signals
+from lockstep.launch import streams
+from lockstep.launch.devices import threads_per_rank
 from lockstep.launch.ends import End, end_of_process, while_reading
+from lockstep.launch.hang_watch import HangWatch, LearnedTimes
+from lockstep.launch.other_launchers import interface_variables, set_environment
+from lockstep.launch.rank import RankTask, run_rank
 
 if TYPE_CHECKING:
-    from lockstep.core.heartbeat import Heartbeat
-    from lockstep.launch.hang_watch import HangWatch
-    from lockstep.launch.hosts import Hosts
+    from lockstep.launch.agent import Hosts
 
 _SETTLE = 1.0  # seconds for the other ranks to report how they fail, once one has
 _SETTLE_PEER = 5.0  # the same while only consequences are known: the cause may be a rank that is still unwinding
 _SETTLE_TIMEOUT = 0.1  # part of a collective's timeout: a rank that began to wait later times out later
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL, if the run has failed anyway
-_GRACE_SILENT = 1.0  # the same after a timeout, or a wait for a silent host: no rank has an error left to report
+_GRACE_SILENT = 1.0  # the same after a timeout or the loss of a host: no rank has an error left to report
 _HANGS = 20.0  # seconds after which a launcher hangs that hasn't ended its ranks, and should have
 _SAME_REQUEST = 0.5  # seconds: signals this close are one request (timeout(1) and shells signal process and group)
 _ORDERLY = {FailureKind.STOPPED, FailureKind.PAUSED}
+_MAX_REASON_LENGTH = 300  # characters
+_REASONS = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)
+_LOOPBACK = "127.0.0.1"
 
 
 class SignalRequests:
@@ -211,10 +236,11 @@ class _Deadlines:
     others: float = math.inf  # when hosts that don't report how their ranks have ended count as lost
     terminated: bool = False
 
-    def timeout(self) -> float | None:
-        """Return the seconds until the next one; None if there is none."""
+    def timeout(self, interval: float) -> float | None:
+        """Return the seconds until the next one, `interval` at most; None if there is none."""
         nearest = min(self.terminate, self.kill, self.others)
-        return None if nearest == math.inf else max(0.0, nearest - time.monotonic())
+        seconds = min(interval, max(0.0, nearest - time.monotonic()))
+        return None if seconds == math.inf else seconds
 
 
 def watch(
@@ -223,15 +249,11 @@ def watch(
     patience: float,
     hosts: Hosts | None = None,
     hangs: HangWatch | None = None,
-    between: Callable[[], None] | None = None,
 ) -> list[End]:
-    """Wait until all ranks have ended, and end those of this host when they must; return how all ended, by rank.
-
-    Args:
-        between: Called after each look, until a rank fails.
-    """
-    deadlines = _Deadlines()
-    stops = 0
+    """Wait until all ranks have ended, and end those of this host when they must; return how all ended, by rank."""
+    deadlines, stops = _Deadlines(), 0
+    first = 0 if hosts is None else hosts.here.first
+    ends: dict[int, End] = {}
     while (living := [member for member in members if member.ended is None]) or not _others_have_ended(hosts):
         if living == [members[0]] and members[0].reported is not None and _others_have_ended(hosts):
             members[0].release()
@@ -239,19 +261,20 @@ def watch(
         readable += hosts.readable() if hosts is not None else []
         if hangs is not None:
             hangs.rest()
-        multiprocessing.connection.wait([*readable, requests.fileno()], _timeout(deadlines, hangs))
+        interval = math.inf if hangs is None else hangs.interval
+        multiprocessing.connection.wait([*readable, requests.fileno()], deadlines.timeout(interval))
         requests.drain()
         for member in living:
             member.update()
-        if hosts is not None:
-            hosts.update(requests)
-            _publish(members, requests, hosts)
-            if hosts.pause_is_due():
-                _stop(1, living, deadlines, patience)
         if hangs is not None:
             hangs.look(members)
-        if between is not None and not any(member.ended or member.reported for member in members) and not stops:
-            between()
+        ends = {first + place: end for place, member in enumerate(members) if (end := member.ended or member.reported)}
+        if hosts is not None:
+            hosts.update()
+            hosts.publish(ends, {first + place for place, member in enumerate(members) if member.ended}, requests)
+            ends = {**hosts.ends, **ends}
+            if hosts.pause_is_due():
+                _stop(1, living, deadlines, patience)
         if requests.saves > requests.passed_saves:
             requests.passed_saves = requests.saves
             for member in living:
@@ -261,44 +284,20 @@ def watch(
             _stop(stops, living, deadlines, min(patience, requests.patience))
         if stops and hangs is not None and hangs.has_named:  # the others can't save without it
             deadlines.kill = min(deadlines.kill, time.monotonic() + _GRACE)
-        ends = _ends(members, hosts)
         _set_deadlines(ends, deadlines, patience, hosts.size if hosts is not None else len(members))
-        _enforce(living, deadlines, _grace(ends, hosts))
+        _enforce(living, deadlines, _grace(ends))
         if hosts is not None:
             _give_up_others([member.ended for member in members], hosts, deadlines, patience, stops)
-    return [end for _, end in sorted(_ends(members, hosts).items())]
+    return [end for _, end in sorted(ends.items())]
 
 
-def _grace(ends: Mapping[int, End], hosts: Hosts | None) -> float:
-    """Return the seconds between SIGTERM and SIGKILL."""
-    is_silent = hosts is not None and hosts.is_cut_off
-    if is_silent or any(end.kind is FailureKind.TIMED_OUT for end in ends.values()):
-        return min(_GRACE, _GRACE_SILENT)
-    return _GRACE
-
-
-def _timeout(deadlines: _Deadlines, hangs: HangWatch | None) -> float | None:
-    seconds = deadlines.timeout()
-    if hangs is None or hangs.interval == math.inf:
-        return seconds
-    return hangs.interval if seconds is None else min(hangs.interval, seconds)
+def _grace(ends: Mapping[int, End]) -> float:
+    has_waited = any(end.kind in (FailureKind.TIMED_OUT, FailureKind.LOST) for end in ends.values())
+    return min(_GRACE, _GRACE_SILENT) if has_waited else _GRACE
 
 
 def _others_have_ended(hosts: Hosts | None) -> bool:
     return hosts is None or hosts.others_have_ended()
-
-
-def _ends(members: Sequence[RankProcess], hosts: Hosts | None) -> dict[int, End]:
-    """Return the ends of all ranks that have ended, or reported that they will."""
-    first = hosts.here.first if hosts is not None else 0
-    own = {first + place: end for place, member in enumerate(members) if (end := member.ended or member.reported)}
-    return own if hosts is None else {**hosts.ends, **own}
-
-
-def _publish(members: Sequence[RankProcess], requests: SignalRequests, hosts: Hosts) -> None:
-    first = hosts.here.first
-    ends = {first + place: end for place, member in enumerate(members) if (end := member.ended or member.reported)}
-    hosts.publish(ends, {first + place for place, member in enumerate(members) if member.ended}, requests)
 
 
 def _stop(count: int, living: Sequence[RankProcess], deadlines: _Deadlines, patience: float) -> None:
@@ -312,7 +311,6 @@ def _stop(count: int, living: Sequence[RankProcess], deadlines: _Deadlines, pati
 
 
 def _set_deadlines(ends: Mapping[int, End], deadlines: _Deadlines, patience: float, ranks: int) -> None:
-    """Set when the other ranks are ended because one has ended without being done."""
     if deadlines.terminated:
         return
     kinds = [end.kind for end in ends.values()]
@@ -366,3 +364,202 @@ def _give_up_others(
 
 def _by_launcher(end: End) -> End:
     return End(FailureKind.ENDED, "", end.time)
+
+
+# --- the start of ranks -----------------------------------------------------------------------------------------------
+
+
+class SentEntry:
+    """An entry that is pickled when a process is started with it: only then locks may be."""
+
+    def __init__(self, entry: Callable[[], int]) -> None:
+        self._entry = entry
+        self._file: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._file = os.fdopen(os.memfd_create("entry"), "w+b")
+        try:
+            _write(self._entry, self._file)
+        except _REASONS as error:
+            raise _unsendable(error) from error
+        self._file.flush()
+        return _ReceivedEntry, (DupFd(self._file.fileno()),)
+
+
+class _ReceivedEntry:
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __call__(self) -> int:
+        import torch
+
+        try:
+            with os.fdopen(self._file.detach(), "rb") as file:
+                file.seek(0)
+                entry = torch.load(file, map_location="cpu", weights_only=False)
+        except AttributeError as error:  # a class of an interactive `__main__`, without cloudpickle
+            raise _unsendable(error) from error
+        return entry()  # type: ignore[no-any-return]
+
+
+def _write(entry: Callable[[], int], file: Any) -> None:
+    import torch
+
+    try:
+        from cloudpickle import Pickler as ByValue
+    except ImportError:
+        ByValue = None
+    if ByValue is None or "__file__" in vars(sys.modules["__main__"]):  # a script, which the ranks import
+        try:
+            return torch.save(entry, file, pickle_module=_pickle_module(pickle.Pickler, copyreg.dispatch_table))
+        except _REASONS:
+            if ByValue is None:
+                raise
+            file.seek(0)
+            file.truncate()
+    return torch.save(entry, file, pickle_module=_pickle_module(ByValue, ByValue.dispatch_table))
+
+
+def _pickle_module(pickler: type[pickle.Pickler], table: MutableMapping[Any, Any]) -> Any:
+    """Return a module for `torch.save`, whose pickler sends what multiprocessing does, and tensors' values."""
+    reducers: dict[Any, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    others = {kind: how for kind, how in reducers.items() if not how.__module__.startswith("torch.")}
+
+    class Pickler(pickler):  # type: ignore[misc, valid-type]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.dispatch_table = ChainMap(others, table)
+
+    return SimpleNamespace(__name__="pickle", Pickler=Pickler)
+
+
+def _unsendable(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"what the ranks need can't be sent to them: {str(error)[:_MAX_REASON_LENGTH]}. This process has threads or "
+        "uses an accelerator, or launch.environment has a variable that is read when a process starts, so its ranks "
+        "are fresh interpreters. Install cloudpickle, which sends lambdas and what a notebook's cells define, or "
+        "define functions and classes at the top of a module. Locks, open files and connections can't be sent: open "
+        "them in the ranks, such as in the dataset's first __getitem__"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The arguments of a launch, as of `launch`."""
+
+    entry: Callable[[], int]
+    ranks: int
+    section: Launch
+    logs: Path | None
+    forks: bool
+    hosts: Hosts | None
+    watchdog: Watchdog | None
+    times: LearnedTimes = field(default_factory=LearnedTimes)
+
+    @property
+    def first(self) -> int:
+        """The first of this machine's ranks among all."""
+        return 0 if self.hosts is None else self.hosts.here.first
+
+    @property
+    def size(self) -> int:
+        """Number of ranks on all hosts."""
+        return self.ranks if self.hosts is None else self.hosts.size
+
+
+@dataclass
+class Round:
+    """The processes of a round's ranks.
+
+    Attributes:
+        hangs: The watch over them.
+    """
+
+    job: Ranks
+    hangs: HangWatch | None
+    members: list[RankProcess] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, job: Ranks) -> Round:
+        """Start the ranks of a round. Raises RunFailed where they can't be, for lack of descriptors for example."""
+        hangs = None
+        if job.watchdog is not None and job.watchdog.enabled:
+            beats = [shared_heartbeat() for _ in range(job.ranks)]
+            hangs = HangWatch(job.watchdog, beats, job.logs, job.first, alone=job.hosts is None, times=job.times)
+        begun = cls(job, hangs)
+        try:
+            with blocked_signals(forks=job.forks), _store_listener(job) as listener:
+                gc.freeze()  # forked ranks then never touch, and so never copy, the pages of existing objects
+                try:
+                    _start(job, listener, begun)
+                finally:
+                    gc.unfreeze()
+        except BaseException as error:
+            begun.close()
+            if isinstance(error, OSError):
+                raise RunFailed(f"its ranks can't be started: {message_of(error)}") from error
+            raise
+        return begun
+
+    def close(self) -> None:
+        """Kill the ranks that are left, and forget them."""
+        if self.hangs is not None:
+            self.hangs.close()
+        left = [member for member in self.members if member.ended is None]
+        for member in left:
+            member.end(signal.SIGKILL)
+        for member in self.members:
+            member.close()
+
+
+def _start(job: Ranks, listener: socket.socket | None, begun: Round) -> None:
+    """Start the ranks and append them to the round, so that the caller can end them if one can't be started."""
+    context = multiprocessing.get_context("fork") if job.forks else multiprocessing.get_context("spawn")
+    open_closed_streams()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or each forked rank would print it again
+    ranks, hosts = job.ranks, job.hosts
+    network = interface_variables(job.section.interface, "" if hosts is None else hosts.address)
+    port = 0 if listener is None else int(listener.getsockname()[1])
+    if hosts is not None:
+        network = {NODES: str(len(hosts.world)), ADDRESS: hosts.address, **network}
+        port = port or hosts.store_port
+    share = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads_per_rank(ranks))}
+    entry = job.entry if job.forks else SentEntry(job.entry)
+    stdin = os.dup(0) if job.forks and job.size == 1 else None
+    for place in range(ranks):
+        rank = job.first + place
+        log = streams.log_path(job.logs, rank) if job.logs else None
+        beats = None if begun.hangs is None else begun.hangs.heartbeats[place]
+        task = RankTask(rank, os.getpid(), job.forks, log, listener if rank == 0 else None, stdin, beats)
+        channel, rank_channel = context.Pipe()
+        process = context.Process(target=run_rank, args=(entry, task, rank_channel), name=f"rank-{rank}")
+        identity = RankEnvironment(rank, job.size, place, ranks, _LOOPBACK, port).variables()
+        variables = {**share, **network, **job.section.environment, **identity, LAUNCHER: str(os.getpid())}
+        with set_environment(variables), safe_interpreters():
+            process.start()
+        rank_channel.close()
+        begun.members.append(RankProcess(process, channel, beats))
+    if stdin is not None:
+        os.close(stdin)
+
+
+@contextlib.contextmanager
+def _store_listener(job: Ranks) -> Iterator[socket.socket | None]:
+    """Yield the socket on which the ranks' store will listen; None if rank 0 is on another host.
+
+    It is closed here once rank 0 has it: if that rank dies, its peers' connections must break.
+    """
+    if job.first > 0:
+        yield None
+        return
+    port = job.section.port
+    try:
+        listener = socket.create_server((_LOOPBACK, port), backlog=max(128, 2 * job.size))
+    except OSError as error:
+        message = f"can't listen on port {port} ({os.strerror(error.errno or 0)}); 0 takes any free port"
+        raise ConfigError(Problem("", "launch.port", message)) from None
+    with listener:
+        yield listener
+        if job.hosts is not None:  # once, and only for ranks that could be started
+            job.hosts.open_store(listener.getsockname()[1])
