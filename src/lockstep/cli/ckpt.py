@@ -244,7 +244,7 @@ def _import(arguments: Sequence[str]) -> int:
     if args.step is not None or args.sample is not None:
         raise ConfigError("--step and --sample are where a run begins; add --config RECIPE")
 
-    from lockstep.interop.weights import import_weights
+    from lockstep.interop.peers import import_weights
 
     imported = import_weights(args.file, args.folder, args.force, args.key, args.prefix)
     echo(imported)
