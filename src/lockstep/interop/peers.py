@@ -161,9 +161,6 @@ def _number(content: Mapping[Any, Any], names: tuple[str, ...]) -> int | None:
     return int(value) if value is not None else None
 
 
-# --- a file for model.init_from ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class ImportedWeights:
     """The result of an import.
