@@ -24,8 +24,8 @@ import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
+from lockstep.interop.peers import import_weights
 from lockstep.interop.runs import import_run
-from lockstep.interop.weights import import_weights
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.exporting import ExportArguments, export
 from lockstep.training.resuming import Resume

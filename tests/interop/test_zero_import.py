@@ -23,8 +23,8 @@ import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
+from lockstep.interop.peers import import_weights
 from lockstep.interop.runs import import_run
-from lockstep.interop.weights import import_weights
 from lockstep.interop.zero_checkpoint import STAND_INS, read_zero
 from lockstep.models.weight_files import read_torch, read_weights
 from lockstep.training.checkpoints import Checkpoints

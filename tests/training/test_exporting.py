@@ -23,7 +23,7 @@ from lockstep.cli.main import main
 from lockstep.config.loading import validate
 from lockstep.config.writing import plain_yaml, to_plain
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.interop.weights import import_weights
+from lockstep.interop.peers import import_weights
 from lockstep.models.model_tensors import model_tensors
 from lockstep.models.transformers_models import is_transformers_model
 from lockstep.training import weights

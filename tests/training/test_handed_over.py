@@ -19,11 +19,6 @@ from torch.utils.data import DataLoader
 import lockstep
 
 
-class DataModule:
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(small.points())
-
-
 def _sgd() -> torch.optim.Optimizer:
     return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
 
@@ -69,11 +64,6 @@ WRONG = {
     "loader": (
         lambda: {"train_dataset": DataLoader(small.points())},
         "a DataLoader isn't a dataset; pass the one that it loads: train_dataset=loader.dataset",
-    ),
-    "data module": (
-        lambda: {"train_dataset": DataModule()},
-        "DataModule is a data module; pass the dataset behind its train_dataloader(): "
-        "train_dataset=module.train_dataloader().dataset, and the one behind val_dataloader() by name in eval_datasets",
     ),
     "splits": (
         lambda: {"train_dataset": {"train": small.points(), "test": small.points()}},

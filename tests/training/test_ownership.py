@@ -357,7 +357,7 @@ def test_a_checkpoint_of_another_run_is_not_used(copied_in: Path, capsys: pytest
     said = capsys.readouterr().out
     assert "resumes from step 4" in said
     assert "step-00000006 could not be used" in said
-    assert (copied_in / "checkpoints/foreign-step-00000006").is_dir()
+    assert (copied_in / "checkpoints/broken-step-00000006").is_dir()
     assert main(["ckpt", "verify", str(copied_in), "--all"]) == 0
     assert main(["ckpt", "audit", str(copied_in)]) == 0
 

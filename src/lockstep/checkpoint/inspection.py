@@ -73,9 +73,6 @@ class PruneResult:
     trusted: str | None
 
 
-# --- manifests alone ----------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def as_verification_error(storage: Storage, name: str) -> Iterator[None]:
     """Turn CorruptCheckpoint into a VerificationError that names the checkpoint."""
@@ -108,9 +105,6 @@ def age(manifest: Manifest, now: float) -> float | None:
         return max(0.0, now - calendar.timegm(time.strptime(manifest.written, "%Y-%m-%dT%H:%M:%SZ")))
     except ValueError:
         return None
-
-
-# --- which are kept, and why --------------------------------------------------------------------------------------
 
 
 def recorded_section(checkpoints: Sequence[ListedCheckpoint]) -> Checkpoint:
@@ -162,9 +156,6 @@ def _epoch_samples(checkpoints: Sequence[ListedCheckpoint]) -> int | None:
     except (LookupError, TypeError):
         return None
     return samples if isinstance(samples, int) and samples > 0 else None
-
-
-# --- every byte ---------------------------------------------------------------------------------------------------
 
 
 def verify(storage: ReadableStorage, name: str) -> VerificationResult:

@@ -145,9 +145,6 @@ def _of_dtensor(mesh: int, like: Any) -> MeshSharding:
     return MeshSharding(mesh, tuple(like.device_mesh.shape), dims, strides)
 
 
-# --- those of all ranks -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Inventories:
     """The tensors that all ranks hold.

@@ -20,8 +20,7 @@ from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.inventory import gather_inventories, inventory
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.memory_parts import WithMemory
-from lockstep.checkpoint.ownership import ForeignCheckpoint
-from lockstep.checkpoint.reading import Reader, ReadItem, checked_manifest, manifest_bytes, read_manifest
+from lockstep.checkpoint.reading import Reader, ReadItem, checked_manifest, manifest_bytes
 from lockstep.checkpoint.shared_reading import SharedReading, like_of
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.checkpoint.write_plan import WritePlan
@@ -89,17 +88,8 @@ def move_newer_aside(storage: Storage, step: int, broken: Mapping[str, str]) -> 
     moved = []
     for later, name in names_by_step(storage.names()).items():
         if later > step:
-            prefix = "foreign" if _is_foreign(storage, name) else "broken" if name in broken else "superseded"
-            moved.append(storage.move_aside(name, prefix))
+            moved.append(storage.move_aside(name, "broken" if name in broken else "superseded"))
     return moved
-
-
-def _is_foreign(storage: Storage, name: str) -> bool:
-    try:
-        read_manifest(storage, name)
-    except CorruptCheckpoint as fault:
-        return isinstance(fault, ForeignCheckpoint)
-    return False
 
 
 def _candidates(storage: ReadableStorage, step: int | None, until: int | None) -> list[str] | str:

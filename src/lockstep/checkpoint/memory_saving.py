@@ -123,8 +123,6 @@ class MemorySaver:
             self._thread.join()
             self._thread = None
 
-    # --- in the background ----------------------------------------------------------------------------------------
-
     def _write(self, snapshot: Snapshot, metadata: StepMetadata) -> None:
         began, name = time.thread_time(), checkpoint_name(metadata.step)
         draft: Draft | None = None

@@ -51,12 +51,8 @@ def from_bytes(data: bytes) -> Owner | None:
         return None
 
 
-class ForeignCheckpoint(CorruptCheckpoint):
-    """A checkpoint of another run."""
-
-
 def refuse_foreign(manifest: Manifest, run: str | None) -> None:
-    """Raise ForeignCheckpoint unless the checkpoint belongs to `run`; None accepts any run's."""
+    """Raise CorruptCheckpoint unless the checkpoint belongs to `run`; None accepts any run's."""
     if run is not None and manifest.run != run:
         own, other = run[:_SHORT_ID], manifest.run[:_SHORT_ID]
-        raise ForeignCheckpoint(MANIFEST, f"belongs to another run (id {other}); the checkpoints here are of run {own}")
+        raise CorruptCheckpoint(MANIFEST, f"belongs to another run (id {other}); the checkpoints here are of run {own}")

@@ -130,8 +130,6 @@ class Reader:
                     reason = f"it has {len(table):,} parts, of which the manifest has {num_parts:,}"
                     raise CorruptCheckpoint(file, reason)
 
-    # --- where parts are ------------------------------------------------------------------------------------------
-
     def _part(self, name: str, file: str, box: Box) -> _Part:
         assert self._table is not None, "the file is open"
         return _Part(name, file, box, self._table.part(name, self._manifest.tensors[name].info, box))
@@ -163,8 +161,6 @@ class Reader:
         if self._hasher(name).hash_block("", 0, header) != entry.header_hash:
             raise CorruptCheckpoint(name, f"its header (bytes 0 to {entry.header:,}) is not what was written")
         return FileTable(name, header, entry.size)
-
-    # --- their bytes ----------------------------------------------------------------------------------------------
 
     def _read_part(self, item: ReadItem, part: _Part) -> None:
         if part.box == item.box:

@@ -120,9 +120,6 @@ def flat_index(index: Sequence[int], shape: Sequence[int]) -> int:
     return flat
 
 
-# --- grids from what ranks hold -----------------------------------------------------------------------------------
-
-
 def mesh_grid(
     name: str,
     shape: tuple[int, ...],

@@ -46,9 +46,6 @@ def run(arguments: Sequence[str]) -> int:
         raise RunFailed(f"can't use {error.filename}: {error.strerror or error}") from error
 
 
-# --- ls, show -----------------------------------------------------------------------------------------------------
-
-
 def _ls(arguments: Sequence[str]) -> int:
     args = _parser("ls", "Lists checkpoints. Only their manifests are read.").parse_args(arguments)
 
@@ -77,9 +74,6 @@ def _show(arguments: Sequence[str]) -> int:
     if args.json:
         emit({"run": str(args.run), **ckpt_text.shown_json(name, manifest, tensors=args.tensors)})
     return 0
-
-
-# --- verify, audit ------------------------------------------------------------------------------------------------
 
 
 def _verify(arguments: Sequence[str]) -> int:
@@ -145,9 +139,6 @@ def _audit(arguments: Sequence[str]) -> int:
     return 0
 
 
-# --- diff ---------------------------------------------------------------------------------------------------------
-
-
 def _diff(arguments: Sequence[str]) -> int:
     summary = (
         "Shows how two checkpoints differ: tensors, config and state. Folders, duration and number of attempts aren't\n"
@@ -176,9 +167,6 @@ def _diff(arguments: Sequence[str]) -> int:
     if args.json:
         emit({"checkpoints": shown, **ckpt_text.compared_json(comparison)})
     return 0 if comparison.equal else 1
-
-
-# --- prune, import ------------------------------------------------------------------------------------------------
 
 
 def _prune(arguments: Sequence[str]) -> int:
@@ -244,7 +232,7 @@ def _import(arguments: Sequence[str]) -> int:
     if args.step is not None or args.sample is not None:
         raise ConfigError("--step and --sample are where a run begins; add --config RECIPE")
 
-    from lockstep.interop.weights import import_weights
+    from lockstep.interop.peers import import_weights
 
     imported = import_weights(args.file, args.folder, args.force, args.key, args.prefix)
     echo(imported)
@@ -289,9 +277,6 @@ COMMANDS = {
         "FILE FOLDER [--key KEY] [--prefix PREFIX] [--force | --config RECIPE [overrides]] [--json]",
     ),
 }
-
-
-# --- arguments --------------------------------------------------------------------------------------------------------
 
 
 def _parser(way: str, summary: str) -> Parser:

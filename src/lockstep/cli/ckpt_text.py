@@ -26,9 +26,6 @@ Lines = list[str]
 Object = dict[str, Any]
 
 
-# --- ls -----------------------------------------------------------------------------------------------------------
-
-
 def listed(
     folder: str, entries: Sequence[ListedCheckpoint], why: Mapping[int, Sequence[str]], aside: Mapping[str, int]
 ) -> Lines:
@@ -68,9 +65,6 @@ def listed_json(
 def _progress(manifest: Manifest) -> Object:
     names = ("step", "samples", "tokens", "written", "size", "ranks", "metrics")
     return {name: getattr(manifest, name) for name in names}
-
-
-# --- show ---------------------------------------------------------------------------------------------------------
 
 
 def shown(place: str, manifest: Manifest, *, tensors: bool) -> Lines:
@@ -115,9 +109,6 @@ def shown_json(name: str, manifest: Manifest, *, tensors: bool) -> Object:
     return result
 
 
-# --- verify -------------------------------------------------------------------------------------------------------
-
-
 def verified(result: VerificationResult) -> str:
     if result.fault is not None:
         return f"{result.name}  damaged: {result.fault}"
@@ -130,9 +121,6 @@ def damaged(folder: str, faults: Sequence[VerificationResult], number: int) -> s
         return f"{folder}/{faults[0].name} is damaged: {faults[0].fault}"
     lines = "".join(f"\n  {result.name}: {result.fault}" for result in faults)
     return f"{len(faults)} of {number} checkpoints in {folder} are damaged:{lines}"
-
-
-# --- audit --------------------------------------------------------------------------------------------------------
 
 
 def audited(step: int, audit: Audit) -> Lines:
@@ -175,9 +163,6 @@ def audited_json(audit: Audit) -> Object:
         "changes": [{"at": position, "what": what} for position, what in audit.changes],
         "segments": [{**segment, "expected": expected} for segment, expected in segments],
     }
-
-
-# --- diff ---------------------------------------------------------------------------------------------------------
 
 
 def compared(names: Sequence[str], comparison: Comparison) -> Lines:
@@ -230,9 +215,6 @@ def _value(value: Any) -> str:
     return "missing" if value is None else _short(yaml_like(value))
 
 
-# --- prune --------------------------------------------------------------------------------------------------------
-
-
 def pruned(result: PruneResult, aside: Mapping[str, int], *, dry: bool) -> Lines:
     deleted = {**result.deleted, **aside}
     verb = "would delete" if dry else "deleted"
@@ -253,9 +235,6 @@ def pruned_json(result: PruneResult, aside: Mapping[str, int], *, dry: bool) -> 
         "stay": list(result.stay),
         "verified": result.trusted,
     }
-
-
-# --- formatting ---------------------------------------------------------------------------------------------------
 
 
 def _table(rows: Sequence[Sequence[str]], sides: str) -> Lines:

@@ -43,23 +43,19 @@ BAD_NUMBERS = "bad numbers: "
 _LOOKED_AT = 16
 _MOST_WARNINGS = 5  # of a process
 _TICKS = 4
+_NOTE = "while reading sample "
 _log = logging.getLogger("lockstep.data")
 _warned = 0
 
 
-class _SampleNote(str):
-    sample: int
-
-
 def note_sample(error: Exception, index: int) -> None:
     """Add a note to `error` on the sample that raised it, where several are read together."""
-    note = _SampleNote(f"while sample {index} was read")
-    note.sample = index
-    error.add_note(note)
+    error.add_note(f"{_NOTE}{index}")
 
 
 def _noted_sample(error: Exception) -> int | None:
-    return next((note.sample for note in getattr(error, "__notes__", ()) if isinstance(note, _SampleNote)), None)
+    notes = (note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE))
+    return next((int(note.removeprefix(_NOTE)) for note in notes), None)
 
 
 def _describe(error: Exception) -> str:
@@ -105,18 +101,20 @@ def read_again(read: Callable[[Indices], T], indices: Indices, error: Exception)
         Exception: The error itself, marked with the samples, if memory ran out.
     """
     _reraise_out_of_memory(error, indices)
-    for index in indices:
-        sample_error = _error_of(read, indices[indices == index])
-        if sample_error is not None:
-            raise UnusableSamples(f"sample {index} can't be read: {_describe(sample_error)}", [int(index)]) from error
     try:
+        for index in indices:
+            alone = indices[indices == index]
+            read(alone)
+        alone = indices
         values = read(indices)
-    except Failure:
+    except Failure:  # it has its own message, or stops the run
         raise
-    except Exception as batch_error:
-        _reraise_out_of_memory(batch_error, indices)
-        remedy = "; a custom collate function can pad them" if "equal size" in str(batch_error) else ""
-        why = f"can each be read, but not put into one batch: {_describe(batch_error)}{remedy}"
+    except Exception as again:
+        _reraise_out_of_memory(again, alone)
+        if alone is not indices:
+            raise UnusableSamples(f"sample {alone[0]} can't be read: {_describe(again)}", alone.tolist()) from error
+        remedy = "; a custom collate function can pad them" if "equal size" in str(again) else ""
+        why = f"can each be read, but not put into one batch: {_describe(again)}{remedy}"
         raise UnusableSamples(f"samples {_named(indices)} {why}", indices.tolist()) from error
     _warn_of_passing_error(indices, error)
     return values
@@ -130,17 +128,6 @@ def _warn_of_passing_error(indices: Indices, error: Exception) -> None:
     more = "; further ones aren't reported" if _warned == _MOST_WARNINGS else ""
     outcome = f"failed once and succeeded when it was tried again: {_describe(error)}"
     _log.warning("reading %s %s%s", _named_of(error, indices), outcome, more)
-
-
-def _error_of(read: Callable[[Indices], object], indices: Indices) -> Exception | None:
-    try:
-        read(indices)
-    except Failure:  # it has its own message, or stops the run
-        raise
-    except Exception as error:
-        _reraise_out_of_memory(error, indices)
-        return error
-    return None
 
 
 def _reraise_out_of_memory(error: Exception, indices: Indices) -> None:

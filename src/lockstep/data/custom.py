@@ -150,12 +150,6 @@ def _check_map_style(dataset: Any) -> None:
     if kind.__name__ == "DataFrame":
         raise ConfigError("a DataFrame isn't indexed by rows; pass a list of them: train_dataset=df.to_dict('records')")
     missing = [name for name in ("__len__", "__getitem__") if getattr(kind, name, None) is None]
-    if missing and callable(getattr(kind, "train_dataloader", None)):
-        raise ConfigError(
-            f"{kind.__name__} is a data module; pass the dataset behind its train_dataloader(): "
-            "train_dataset=module.train_dataloader().dataset, and the one behind val_dataloader() by name in "
-            "eval_datasets"
-        )
     if missing:
         raise ConfigError(f"{kind.__name__} isn't a map-style Dataset: it has no {' and no '.join(missing)}")
 

@@ -174,9 +174,6 @@ def _import_transformers() -> None:
         ) from error
 
 
-# --- lockstep data fetch ------------------------------------------------------------------------------------------
-
-
 def fetch(config: Config) -> Iterator[str]:
     """Download model, tokenizers and datasets; yield a line for each. Raises ConfigError."""
     pretrained, sections = huggingface_sections(config)

@@ -108,8 +108,6 @@ class TrainingLoader:
         """Yield the micro-batches after `progress` one by one, on the CPU, without end; raises as `updates` does."""
         return fetch_all(self._source, self.requests(progress), self._workers)
 
-    # --- the samples of an update, once more ----------------------------------------------------------------------
-
     def own_samples(self, progress: Progress) -> list[list[int]]:
         """Return this rank's samples of the update after `progress`, by micro-batch; none of padding."""
         requests = next(self._shares(progress.steps, progress.samples, None)).requests

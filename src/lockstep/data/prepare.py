@@ -140,9 +140,6 @@ def _shown(documents: Iterator[str], show: Callable[[str], None]) -> Iterator[st
         yield document
 
 
-# --- documents --------------------------------------------------------------------------------------------------
-
-
 def _documents(inputs: Sequence[str], split: str, column: str, configuration: str | None) -> Iterator[str]:
     for name in inputs:
         path = local_path(name).expanduser()
@@ -204,9 +201,6 @@ def texts_of(rows: Any, column: str, where: str) -> Iterator[str]:
         first += len(batch[column])
 
 
-# --- tokens -----------------------------------------------------------------------------------------------------
-
-
 def _tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         as_bytes = lambda texts: [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]  # noqa: E731
@@ -225,9 +219,6 @@ def plain_tokenizer(name: str, loaded: Any) -> Tokenizer:
         return [np.array(ids, dtype=np.uint32) for ids in loaded(texts, add_special_tokens=False)["input_ids"]]
 
     return Tokenizer(name, len(loaded), int(end), encode)
-
-
-# --- files ------------------------------------------------------------------------------------------------------
 
 
 class SplitWriter:

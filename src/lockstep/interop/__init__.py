@@ -6,6 +6,6 @@ rules            how a row converts a value (also strategy_rules, model_rules)
 answers          what becomes of one key
 importing        all keys of a file together, checked
 hints            the same rows in error messages about unknown keys
-weights, runs    other programs' weights, and runs that DeepSpeed started
+peers, runs      other programs' checkpoints, as weights or as the start of a run
 zero_checkpoint  a checkpoint of DeepSpeed, as whole tensors
 """

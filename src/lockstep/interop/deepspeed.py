@@ -26,10 +26,6 @@ _SET_BY_ARGUMENTS = {
     "total_num_steps", "enabled", "cos_min_ratio",
 }  # fmt: skip
 """Keys that HF Trainer sets from its arguments, where a file has `auto`."""
-_ALTERNATIVES = {
-    "schedule.warmup_steps": "schedule.warmup_steps, or schedule.warmup_ratio",
-    "run.steps": "run.steps or run.epochs",
-}
 
 
 def answer(path: Sequence[str], key: ForeignKey, file: ForeignFile) -> Answer | None:
@@ -67,9 +63,9 @@ def _automatic(path: Sequence[str], row: DeepSpeedKey | None, file: ForeignFile)
         return not_needed("DeepSpeed's default applies")
     follows = path[-1] == "train_batch_size" and file.number("train_micro_batch_size_per_gpu") is not None
     if row is not None and path[-1] in _SET_BY_ARGUMENTS and file.kind == "deepspeed" and row.ours and not follows:
-        target = _ALTERNATIVES.get(row.ours, row.ours)
+        target = row.ours
         why = f"HF Trainer sets it from its arguments; write {target}"
-        return to_do(why) if row.ours == "run.steps" else asked(row.ours, why)
+        return to_do(why) if target == "run.steps" else asked(target, why)
     return not_needed("HF Trainer sets it; in Lockstep it follows from the rest of the config")
 
 

@@ -109,9 +109,6 @@ def is_off(value: object) -> bool:
     return value in (None, "", 0, 1, [], {}, "no", "none", "auto")
 
 
-# --- reading ------------------------------------------------------------------------------------------------------
-
-
 def read_foreign(path: Path, kind: ForeignKind | None) -> ForeignFile:
     """Read another tool's config.
 

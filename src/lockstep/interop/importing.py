@@ -197,9 +197,6 @@ def _ranks_of(file: ForeignFile) -> int | None:
     return file.number("num_processes", "world_size", "num_gpus", "devices", "gpus")
 
 
-# --- all keys together ----------------------------------------------------------------------------------------------
-
-
 def _settled(findings: Sequence[ImportedKey]) -> list[ImportedKey]:
     """Return the findings where the first of two keys that set the same wins; a second that differs is refused."""
     first: dict[str, tuple[object, ImportedKey]] = {}

@@ -79,9 +79,6 @@ def _expanded(keys: str) -> Iterator[str]:
         yield from map("".join, product(*parts))
 
 
-# --- answers ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The result of importing a key.

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.near_runs import BESIDE
 from lockstep.interop.dcp import is_dcp, read_dcp
 from lockstep.interop.peer_optimizer import PeerCheckpoint, PeerOptimizer, is_optimizer, peer_optimizer
@@ -33,6 +33,7 @@ from lockstep.models.weight_files import (
     refuse_part,
     unwrapped,
 )
+from lockstep.training.weights import FILE, save_tensors
 
 _TRAINER_STATE = "trainer_state.json"
 _PARTS = ("", "pytorch_model_fsdp_0", "optimizer_0")
@@ -40,6 +41,7 @@ _PARTS = ("", "pytorch_model_fsdp_0", "optimizer_0")
 _FILES = ("meta.pt", "pytorch_model_fsdp.bin", *BESIDE)
 """Files beside a folder's weights. A folder may have any of them."""
 _STEPS = ("global_step", "global_steps", "step", "steps", "iteration", "iter", "iter_num")
+_RESERVED = "__metadata__"  # safetensors' key beside the tensors
 _EPOCHS, _SAMPLES, _NESTED = ("epoch",), ("global_samples", "samples"), "train_state"
 
 
@@ -157,3 +159,53 @@ def _float(content: Mapping[Any, Any], names: tuple[str, ...]) -> float | None:
 def _number(content: Mapping[Any, Any], names: tuple[str, ...]) -> int | None:
     value = _float(content, names)
     return int(value) if value is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedWeights:
+    """The result of an import.
+
+    Attributes:
+        file: For `model.init_from`.
+        tensors: Number of tensors.
+        skipped: Other contents of the source, by key.
+        source: What was read, if that isn't plain from its name.
+    """
+
+    file: Path
+    tensors: int
+    skipped: tuple[str, ...]
+    source: str
+
+    def __str__(self) -> str:
+        skipped = f"; skipped: {', '.join(self.skipped)}" if self.skipped else ""
+        source = f" of {self.source}" if self.source else ""
+        return f"{self.file}: {self.tensors:,} tensors{source}{skipped}"
+
+
+def import_weights(
+    source: Path, folder: Path, force: bool = False, key: str | None = None, prefix: str = ""
+) -> ImportedWeights:
+    """Write the weights as one file, whole or not at all; replace an existing file only with `force`.
+
+    Args:
+        source: Anything that `read_peer` reads.
+        key, prefix: As there.
+
+    Raises:
+        ConfigError: The source doesn't exist, has no named tensors or needs unpickling; or the target exists.
+        RunFailed: The target can't be written.
+    """
+    target = folder / FILE
+    if target.exists() and not force:
+        raise ConfigError(f"{target} exists; --force replaces it")
+    peer = read_peer(source, key, prefix)
+    weights = peer.weights
+    for name in weights.tensors:
+        if name != readable(name) or name == _RESERVED:
+            raise ConfigError(f"{weights.place}: {readable(name)} can't be the name of a tensor")
+    try:
+        save_tensors(weights.tensors, target)
+    except Exception as error:  # safetensors has its own exception for a full disk
+        raise RunFailed(f"{target} could not be written: {error}") from error
+    return ImportedWeights(target, len(weights.tensors), weights.skipped, peer.description)

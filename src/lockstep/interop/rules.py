@@ -171,13 +171,16 @@ def warmup(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     return taken(row.target, key.value)
 
 
+def _share(row: KeyRow, part: object, whole: object, of: str, question: str) -> Answer:
+    """Return a share of a whole, or the question for it if either isn't a number."""
+    if not isinstance(part, int | float) or not isinstance(whole, int | float) or whole <= 0:
+        return asked(row.target, question)
+    return derived(f"{part} of {whole} {of}", {row.target: float(f"{part / whole:.6g}")})
+
+
 def warmup_epochs(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    epochs = epochs_of(file)
-    if key.value == 0:
-        return NOTHING
-    if not isinstance(epochs, int | float) or not isinstance(key.value, int | float) or not epochs:
-        return asked(row.target, "write schedule.warmup_steps, or schedule.warmup_ratio: a share of the run")
-    return derived(f"{key.value} of {epochs} epochs", {row.target: key.value / epochs})
+    question = "write schedule.warmup_steps, or schedule.warmup_ratio: a share of the run"
+    return NOTHING if key.value == 0 else _share(row, key.value, epochs_of(file), "epochs", question)
 
 
 def decay_length(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
@@ -191,19 +194,14 @@ def decay_length(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
 
 
 def decay_steps(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    steps = steps_of(file)
-    if isinstance(steps, int) and isinstance(key.value, int) and steps > 0:
-        return derived(f"{key.value} of {steps} steps", {row.target: key.value / steps})
-    return asked(row.target, "write schedule.decay_ratio: the share of the run that decays")
+    question = "write schedule.decay_ratio: the share of the run that decays"
+    return _share(row, key.value, steps_of(file), "steps", question)
 
 
 def final_rate(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     peak = file.value("learning_rate", "lr", "max_lr", "peak_lr")
-    if key.value == 0:
-        return NOTHING
-    if not isinstance(peak, int | float) or not isinstance(key.value, int | float) or not peak:
-        return asked(row.target, "write schedule.final_ratio: the last rate as a share of the peak optim.lr")
-    return derived(f"{key.value} / {peak}", {row.target: float(f"{key.value / peak:.6g}")})
+    question = "write schedule.final_ratio: the last rate as a share of the peak optim.lr"
+    return NOTHING if key.value == 0 else _share(row, key.value, peak, "at the peak", question)
 
 
 # --- optimizer, precision -----------------------------------------------------------------------------------------

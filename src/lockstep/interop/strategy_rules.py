@@ -118,6 +118,8 @@ def strategy(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     name = plain(str(key.value))
     if name in ("no", "none", "", "false"):
         return NOTHING if file.kind != "accelerate" else taken(row.target, "single")
+    if name != "auto" and name in ("gpu", *DEVICES):
+        return taken("launch.device", "cuda" if name == "gpu" else name)
     if name in ("multi_gpu", "multi_cpu", "multi_npu", "multi_xpu", "distributeddataparallel"):
         return derived(f"{key.value} is DDP", {row.target: "ddp"})
     stage = re.search(r"stage_([0-3])" if name.startswith("deepspeed") else r"^zero\w*([0-3])$", name)
@@ -125,19 +127,12 @@ def strategy(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
         return Answer("taken", {row.target: "deepspeed", "parallel.deepspeed.zero_stage": int(stage[1])})
     if name in ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard"):
         return Answer("taken", {row.target: "fsdp", "parallel.fsdp.sharding_strategy": name.upper()})
-    if name.startswith("ddp"):
-        unused = {"parallel.ddp.find_unused_parameters": True} if "unused_parameters_true" in name else {}
-        return Answer("taken", {row.target: "ddp", **unused})
-    for prefix in ("fsdp", "deepspeed"):
-        if name.startswith(prefix):
-            return taken(row.target, prefix)
-    if name in ("dp", "auto", "single", "single_device"):
-        return taken(row.target, name.removesuffix("_device"))
-    if name in ("gpu", *DEVICES):
-        return taken("launch.device", "cuda" if name == "gpu" else name)
-    return not_there(
-        strategy_hint(name) or f"{key.value} is not a strategy; choose auto, single, dp, ddp, fsdp or deepspeed"
-    )
+    own = next((own for own in ("ddp", "fsdp", "deepspeed") if name.startswith(own)), name.removesuffix("_device"))
+    if own not in ("ddp", "fsdp", "deepspeed", "dp", "auto", "single"):
+        choices = f"{key.value} is not a strategy; choose auto, single, dp, ddp, fsdp or deepspeed"
+        return not_there(strategy_hint(name) or choices)
+    unused = {"parallel.ddp.find_unused_parameters": True} if "unused_parameters_true" in name else {}
+    return Answer("taken", {row.target: own, **unused})
 
 
 def strategy_hint(name: str) -> str | None:
