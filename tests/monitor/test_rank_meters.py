@@ -156,6 +156,8 @@ def test_values_for_curves_are_over_all_ranks() -> None:
 def test_a_line_an_interval_and_the_state_of_now_are_written(tmp_path: Path) -> None:
     board = NoticeBoard(None, 0, 1)
     files = MeterFiles(tmp_path, board, interval=0.0, ranks=1)
+    shown: list[MeterReport] = []
+    files.show = shown.append
     files.look()
     assert not (tmp_path / RANKS).exists()
     times = times_of(2, FORWARD=1.0)
@@ -176,7 +178,7 @@ def test_a_line_an_interval_and_the_state_of_now_are_written(tmp_path: Path) -> 
     ]
     assert lines[1]["split"]["forward"] == [2.0]
     assert lines[1]["gauges"] == {"memory": [8.0]}
-    assert [each.step for each in files.reports] == [2, 5]
+    assert [each.step for each in shown] == [2, 5]
 
 
 def test_the_thread_posts_the_last_state_and_ends_whether_or_not_the_disk_takes_it(
@@ -184,11 +186,13 @@ def test_the_thread_posts_the_last_state_and_ends_whether_or_not_the_disk_takes_
 ) -> None:
     clock, board = PhaseClock(), NoticeBoard(None, 0, 1)
     files = MeterFiles(tmp_path / "missing" / "folder", board, interval=0.0, ranks=1)
+    shown: list[MeterReport] = []
+    files.show = shown.append
     (tmp_path / "missing").write_text("a file where the folder should be")
     thread = MeterThread(RankMeters(clock, board, 0, lambda: 1), files, seconds=0.01)
     thread.start()
     for _ in range(3):
         clock.updated()
     thread.finish()
-    assert files.reports[-1].ranks[0].notice.times.durations.count == 2
+    assert shown[-1].ranks[0].notice.times.durations.count == 2
     assert "the run continues without" in caplog.text
