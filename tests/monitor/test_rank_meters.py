@@ -78,7 +78,7 @@ def test_what_befell_a_gpu_as_its_rank_ended_is_in_the_ranks_log(caplog: pytest.
     thread.start()
     thread.finish()
     host = socket.gethostname()
-    text = f"the GPU of rank 3 on {host} reports Xid error 79 (the GPU is lost from the bus)"
+    text = f"GPU of rank 3 on {host}: Xid error 79 (the GPU is lost from the bus), number 2 of this run"
     assert [record.getMessage() for record in caplog.records] == [text]
 
 
@@ -88,7 +88,7 @@ def test_a_gauge_that_fails_is_left_out_and_the_others_stay(caplog: pytest.LogCa
 
     meters = RankMeters(PhaseClock(), NoticeBoard(None, 0, 1), 0, lambda: 0, [broken, lambda: {"heat": 60.0}])
     assert meters.notice().gauges == meters.notice().gauges == {"heat": 60.0}
-    assert caplog.text.count("are missing from now on: RuntimeError: no such device") == 1
+    assert caplog.text.count("are missing from now on: RuntimeError('no such device')") == 1
 
 
 def test_a_gauge_whose_file_is_gone_for_a_while_is_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -97,7 +97,7 @@ def test_a_gauge_whose_file_is_gone_for_a_while_is_back(tmp_path: Path, caplog: 
         PhaseClock(), NoticeBoard(None, 0, 1), 0, lambda: 0, [lambda: {"size": float(file.read_text())}]
     )
     assert meters.notice().gauges == meters.notice().gauges == {}
-    assert caplog.text.count("are missing until it can read them: FileNotFoundError") == 1
+    assert "are missing" not in caplog.text
     file.write_text("3")
     assert meters.notice().gauges == {"size": 3.0}
 

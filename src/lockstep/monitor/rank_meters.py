@@ -254,7 +254,7 @@ class RankMeters:
 
     Args:
         step: Returns the number of the run's updates.
-        gauges: Returns the latest values; one that fails otherwise than by an OSError is left out from then on.
+        gauges: Return the latest values; an OSError passes, and one that fails otherwise is left out from then on.
     """
 
     def __init__(
@@ -271,7 +271,6 @@ class RankMeters:
         self._rank = rank
         self._step = step
         self._gauges = list(gauges)
-        self._failing: set[Gauges] = set()
         self._process = process
         self._host = socket.gethostname()
         self._times = UpdateTimes()
@@ -284,16 +283,11 @@ class RankMeters:
         for gauge in list(self._gauges):
             try:
                 values.update(gauge())
-                self._failing.discard(gauge)
+            except OSError:  # what it reads may be there again, such as the folder of a run
+                continue
             except Exception as error:
-                passes = isinstance(error, OSError)  # what it reads may be there again, such as the folder of a run
-                if not passes:
-                    self._gauges.remove(gauge)
-                if gauge not in self._failing:
-                    until = "until it can read them" if passes else "from now on"
-                    text = f"{type(error).__name__}: {error}"
-                    _log.warning("values of a meter of rank %d are missing %s: %s", self._rank, until, text)
-                self._failing.add(gauge)
+                self._gauges.remove(gauge)
+                _log.warning("values of a meter of rank %d are missing from now on: %r", self._rank, error)
         return RankNotice(
             self._rank,
             self._host,
