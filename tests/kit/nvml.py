@@ -102,7 +102,7 @@ class Driver(ModuleType):
 OF_WHOLE_BOARDS = {
     "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetTemperature", "nvmlDeviceGetPowerUsage",
     "nvmlDeviceGetEnforcedPowerLimit", "nvmlDeviceGetClockInfo", "nvmlDeviceGetMaxClockInfo",
-    "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetTotalEccErrors", "nvmlDeviceRegisterEvents",
+    "nvmlDeviceGetCurrentClocksThrottleReasons", "nvmlDeviceGetTotalEccErrors", "nvmlDeviceRegisterEvents",
 }  # fmt: skip
 ANSWERS: dict[str, Any] = {
     "nvmlInit": lambda driver: driver.start(),
@@ -120,7 +120,7 @@ ANSWERS: dict[str, Any] = {
     "nvmlDeviceGetEnforcedPowerLimit": lambda driver, board: 700_000,
     "nvmlDeviceGetClockInfo": lambda driver, board, kind: {1: board.clock, 2: 2619}[kind],
     "nvmlDeviceGetMaxClockInfo": lambda driver, board, kind: {1: 1980, 2: 2619}[kind],
-    "nvmlDeviceGetCurrentClocksEventReasons": lambda driver, board: board.reasons,
+    "nvmlDeviceGetCurrentClocksThrottleReasons": lambda driver, board: board.reasons,
     "nvmlDeviceGetTotalEccErrors": lambda driver, board, kind, counter: [board.corrected, board.uncorrected][kind],
     "nvmlEventSetCreate": lambda driver: object(),
     "nvmlEventSetFree": lambda driver, events: None,

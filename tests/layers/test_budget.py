@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 86_299
-MOST_FILES = 474
-MOST_CODE = 50_886
+MOST_LINES = 85_418
+MOST_FILES = 472
+MOST_CODE = 50_366
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
-LARGER_PACKAGES = {"training": 10_228, "monitor": 6_447}
+LARGER_PACKAGES = {"training": 10_217, "monitor": 5_771}
 MOST_SMALL_FILES = 7
 """Files of less than 60 lines, an `__init__` aside, that one other file imports."""
 MOST_IN_CIRCLES = {
     "training": 26,
-    "monitor": 7,
+    "monitor": 2,
     "checkpoint": 2,
     "report": 3,
     "config": 2,

@@ -44,6 +44,7 @@ def make_run(path: Path, steps: int = 30, *, host: str = "a", **changes: object)
 def live(run: Path, age: float = 0.0, hosts: int = 1) -> None:
     ranks = [{"rank": rank, "host": f"h{rank}"} for rank in range(hosts)]
     (run / "live.json").write_text(json.dumps({"time": time.time() - age, "step": 30, "ranks": ranks}))
+    os.utime(run / "live.json", (time.time() - age,) * 2)
 
 
 def ended(run: RunFolder, text: str, kind: FailureKind) -> None:

@@ -15,10 +15,9 @@ from kit.reports import FACTS, report
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import EvaluationReport, SaveReport
-from lockstep.monitor.background import BackgroundMonitor, WorkQueue
 from lockstep.monitor.events import EventLog
 from lockstep.monitor.history import HistoryFiles
-from lockstep.monitor.monitors import Monitors, ReportWriter
+from lockstep.monitor.monitors import BackgroundWriter, Monitors, ReportWriter
 
 
 class Hanging(ReportWriter):
@@ -42,10 +41,10 @@ class Hanging(ReportWriter):
 
 def test_the_files_are_those_of_writers_without_a_thread(tmp_path: Path) -> None:
     direct = EventLog(tmp_path / "direct" / "metrics.jsonl", every=10)
-    background = BackgroundMonitor(EventLog(tmp_path / "thread" / "metrics.jsonl", every=10), every=10)
+    background = BackgroundWriter(EventLog(tmp_path / "thread" / "metrics.jsonl", every=10))
     resumed = replace(FACTS, resumed_from=0)
     direct.start(resumed)
-    monitors = Monitors([background])
+    monitors = Monitors([background], every=10)
     monitors.start(resumed)
     evaluation = EvaluationReport("held-out", 57, {"loss": math.nan}, 10, 0.1)
     for step in range(1, 1005):
@@ -70,8 +69,8 @@ def test_a_save_waits_for_what_was_reported_before(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "write", slow)
     log = EventLog(tmp_path / "metrics.jsonl", every=1)
-    background = BackgroundMonitor(log, every=1)
-    files = HistoryFiles([log], drains=[background.drain])
+    background = Monitors([thread := BackgroundWriter(log)])
+    files = HistoryFiles(log.files, drains=[thread.drain])
     began = time.perf_counter()
     for step in range(1, 11):
         background.see(report(step))
@@ -83,11 +82,11 @@ def test_a_save_waits_for_what_was_reported_before(tmp_path: Path, monkeypatch: 
 
 def test_a_full_queue_drops_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     writer = Hanging()
-    background = BackgroundMonitor(writer, every=1, most=5)
+    background = Monitors([thread := BackgroundWriter(writer, most=5)])
     for step in range(1, 21):
         background.see(report(step))
     background.saved(SaveReport(20, 1, 0.1, 0.0))
-    assert not background.drain(0.05)
+    assert not thread.drain(0.05)
     writer.released.set()
     background.finish(None)
     assert writer.seen[-2:] == ["saved", None], "saves and the end are never dropped"
@@ -101,7 +100,7 @@ def test_a_full_queue_drops_and_says_so_once(caplog: pytest.LogCaptureFixture) -
 
 def test_a_writer_that_hangs_is_left_behind_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     writer = Hanging()
-    background = BackgroundMonitor(writer, every=1, end_seconds=0.1)
+    background = Monitors([BackgroundWriter(writer, 0.1)])
     background.see(report(1))
     background.see(report(2))
     began = time.perf_counter()
@@ -121,7 +120,7 @@ def test_a_writer_that_raises_is_left_out_with_one_warning(caplog: pytest.LogCap
             raise RuntimeError("no more ink")
 
     writer = Failing()
-    background = BackgroundMonitor(writer, every=1)
+    background = Monitors([BackgroundWriter(writer)])
     for step in range(1, 4):
         background.see(report(step))
     background.finish(None)
@@ -138,7 +137,7 @@ def test_a_disk_or_a_network_that_fails_is_a_sentence_without_a_traceback(caplog
                 raise error from cause
 
         caplog.clear()
-        background = BackgroundMonitor(Failing(), every=1)
+        background = Monitors([BackgroundWriter(Failing())])
         background.see(report(1))
         background.finish(None)
         (record,) = caplog.records
@@ -151,21 +150,10 @@ def test_a_disk_or_a_network_that_fails_is_a_sentence_without_a_traceback(caplog
     assert fails(ConfigError("wandb.init has no argument proj; did you mean project?")).endswith("mean project?")
 
 
-def test_what_waits_keeps_its_order_whoever_puts_it() -> None:
-    queue, taken = WorkQueue("test"), []
-    for number in range(1000):
-        assert queue.put(lambda number=number: taken.append(number))  # type: ignore[misc]
-    assert queue.drain(10.0)
-    assert taken == list(range(1000))
-    assert queue.close(10.0)
-    assert not queue.put(lambda: taken.append("late"))
-    assert queue.dropped == 1
-
-
 def test_a_report_is_written_although_no_other_follows() -> None:
     writer = Hanging()
     writer.released.set()
-    group = Monitors([BackgroundMonitor(writer, 1)])
+    group = Monitors([BackgroundWriter(writer)])
     group.see(report(1))
     limit = time.monotonic() + 10.0
     while not writer.seen and time.monotonic() < limit:

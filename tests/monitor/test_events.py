@@ -136,9 +136,11 @@ def test_a_full_disk_costs_lines_not_the_training(caplog: pytest.LogCaptureFixtu
         log.see(report(step))
     log.finish(None)
     assert sum(file.lost for file in log.files) == 5
+    for file in log.files:
+        file.close()
     assert [record.message for record in caplog.records] == [
         "can't write /dev/full: [Errno 28] No space left on device; the run continues without those lines",
-        "/dev/full lacks 5 lines: [Errno 28] No space left on device",
+        "/dev/full lacks 5 lines",
     ]
 
 

@@ -49,7 +49,7 @@ def test_the_stand_in_and_the_constants_are_those_of_the_real_module() -> None:
     assert (nvidia._CLOCK_SM, nvidia._CLOCK_MEMORY) == (pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM)
     kinds = (pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
     assert (*kinds, pynvml.NVML_VOLATILE_ECC) == (nvidia._CORRECTED, nvidia._UNCORRECTED, nvidia._VOLATILE)
-    for kind in (*nvidia._LOST, *nvidia._DRIVER_GONE, *nvidia._NEVER):
+    for kind in (*nvidia._LOST, *nvidia._DRIVER_GONE):
         assert issubclass(getattr(pynvml, kind), pynvml.NVMLError)
 
 
@@ -83,7 +83,7 @@ def test_a_gpu_has_its_values_in_units_that_people_read() -> None:
     assert (values["gpu_xid_errors"], values["gpu_last_xid"]) == (2.0, 79.0)
     board.reasons = 0
     values = gpu.read()
-    assert (values["gpu_throttled"], values["gpu_throttled_thermal"], values["gpu_xid_errors"]) == (0.0, 0.0, 2.0)
+    assert (values["gpu_throttled"], "gpu_throttled_thermal" in values, values["gpu_xid_errors"]) == (0.0, False, 2.0)
 
 
 def test_a_mig_instance_has_its_memory_and_the_rest_of_its_gpu() -> None:
@@ -97,16 +97,13 @@ def test_a_mig_instance_has_its_memory_and_the_rest_of_its_gpu() -> None:
 
 
 @pytest.mark.parametrize("kind", ["NO_PERMISSION", "NOT_SUPPORTED"])
-def test_what_a_user_or_gpu_may_not_read_is_left_out_and_not_asked_again(kind: str) -> None:
+def test_what_a_user_or_gpu_may_not_read_is_left_out(kind: str) -> None:
     refused = ("nvmlDeviceGetTotalEccErrors", "nvmlDeviceRegisterEvents", "nvmlDeviceGetPowerUsage")
     driver = Driver(Board("GPU-1", failures=dict.fromkeys(refused, error(kind))))
     gpu = gpu_of(driver, "1")
     values = gpu.read()
     assert not [name for name in values if "ecc" in name or "xid" in name or name == "gpu_power"]
     assert values["gpu_temperature"] == 71.0
-    driver.calls.clear()
-    gpu.read()
-    assert "nvmlDeviceGetTotalEccErrors" not in driver.calls
 
 
 def test_a_value_that_fails_for_once_is_read_again() -> None:
@@ -115,13 +112,6 @@ def test_a_value_that_fails_for_once_is_read_again() -> None:
     assert "gpu_temperature" not in gpu.read()
     board.failures.clear()
     assert gpu.read()["gpu_temperature"] == 71.0
-
-
-def test_an_older_driver_names_its_reasons_otherwise() -> None:
-    board = Board("GPU-1", failures={"nvmlDeviceGetCurrentClocksEventReasons": error("FUNCTION_NOT_FOUND")})
-    driver = Driver(board)
-    driver.nvmlDeviceGetCurrentClocksThrottleReasons = lambda board: 0x4
-    assert gpu_of(driver, "1").read()["gpu_throttled_power_cap"] == 1.0
 
 
 @pytest.mark.parametrize("kind", ["GPU_IS_LOST", "RESET_REQUIRED"])
@@ -191,23 +181,18 @@ def test_the_console_states_each_fault_once_with_rank_and_host() -> None:
     console.measured(report(well, {"gpu_lost": 1.0}, well))
     console.finish(None)  # and its thread has written
     assert [line for line in stream.getvalue().splitlines() if "GPU" in line] == [
-        "step 20: each GPU of ranks 0, 2 on a is throttled by its temperature limit",
-        "step 20: the GPU of rank 1 on b reports Xid error 79 (the GPU is lost from the bus)",
-        "step 20: the GPU of rank 1 on b has 1 new corrected ECC error of its memory",
-        "step 20: the GPU of rank 1 on b no longer answers its driver; check it with nvidia-smi and restart its host",
+        "step 20: GPU of ranks 0 and 2 on a: throttled by its temperature limit",
+        "step 20: GPU of rank 1 on b: Xid error 79 (the GPU is lost from the bus), number 1 of this run",
+        "step 20: GPU of rank 1 on b: no longer answers its driver; check it with nvidia-smi and restart its host",
     ]
 
 
 def test_many_gpus_are_one_line_and_a_second_xid_is_another() -> None:
     health = GpuHealth()
-    assert health.lines(report(*[{"gpu_throttled_power_cap": 1.0}] * 10, hosts="abc")) == [
-        "each GPU of ranks 0, 1, 2, 3 and 6 more on a and 2 more hosts is throttled by its power limit"
-    ]
+    (line,) = health.lines(report(*[{"gpu_throttled_power_cap": 1.0}] * 10, hosts="abc"))
+    assert "on a, b and 1 more: throttled by its power limit" in line
     assert health.lines(report({"gpu_xid_errors": 1.0, "gpu_last_xid": 31.0}))
     assert not health.lines(report({"gpu_xid_errors": 1.0, "gpu_last_xid": 31.0}))
-    assert "Xid error 500" in health.lines(report({"gpu_xid_errors": 2.0, "gpu_last_xid": 500.0}))[0]
-
-
-def test_errors_from_before_the_run_are_stated_if_they_are_uncorrected() -> None:
-    lines = GpuHealth().lines(report({"gpu_ecc_corrected": 9.0, "gpu_ecc_uncorrected": 2.0}))
-    assert lines == ["the GPU of rank 0 on a has 2 uncorrected ECC errors of its memory from before the run; check it"]
+    assert "Xid error 31" in health.lines(report({"gpu_xid_errors": 2.0, "gpu_last_xid": 31.0}))[0]
+    assert "Xid error 500" in health.lines(report({"gpu_xid_errors": 3.0, "gpu_last_xid": 500.0}))[0]
+    assert "uncorrected ECC errors" in health.lines(report({"gpu_ecc_uncorrected": 2.0}))[0]

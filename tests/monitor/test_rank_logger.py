@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import lockstep
 from lockstep.loops import rank_logger
 
 
@@ -44,13 +43,3 @@ def test_a_second_call_replaces_the_first(tmp_path: Path, capsys: pytest.Capture
     log.debug("once")
     assert capsys.readouterr().err.count("once") == 1
     assert (tmp_path / "rank-3.log").read_text() == ""
-
-
-def test_mistakes_are_sentences(tmp_path: Path) -> None:
-    with pytest.raises(lockstep.ConfigError, match="no log level 'loud'; there are"):
-        rank_logger("wrong", level="loud")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(lockstep.ConfigError, match=r"console=9\): there are ranks 0 to 7; console=None prints on no"):
-        rank_logger("wrong", console=9)
-    with pytest.raises(lockstep.ConfigError, match="can't write the log"):
-        rank_logger("wrong", tmp_path / "file")

@@ -78,7 +78,7 @@ def test_what_befell_a_gpu_as_its_rank_ended_is_in_the_ranks_log(caplog: pytest.
     thread.start()
     thread.finish()
     host = socket.gethostname()
-    text = f"the GPU of rank 3 on {host} reports Xid error 79 (the GPU is lost from the bus)"
+    text = f"GPU of rank 3 on {host}: Xid error 79 (the GPU is lost from the bus), number 2 of this run"
     assert [record.getMessage() for record in caplog.records] == [text]
 
 
@@ -88,7 +88,7 @@ def test_a_gauge_that_fails_is_left_out_and_the_others_stay(caplog: pytest.LogCa
 
     meters = RankMeters(PhaseClock(), NoticeBoard(None, 0, 1), 0, lambda: 0, [broken, lambda: {"heat": 60.0}])
     assert meters.notice().gauges == meters.notice().gauges == {"heat": 60.0}
-    assert caplog.text.count("are missing from now on: RuntimeError: no such device") == 1
+    assert caplog.text.count("are missing from now on: RuntimeError('no such device')") == 1
 
 
 def test_a_gauge_whose_file_is_gone_for_a_while_is_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -97,7 +97,7 @@ def test_a_gauge_whose_file_is_gone_for_a_while_is_back(tmp_path: Path, caplog: 
         PhaseClock(), NoticeBoard(None, 0, 1), 0, lambda: 0, [lambda: {"size": float(file.read_text())}]
     )
     assert meters.notice().gauges == meters.notice().gauges == {}
-    assert caplog.text.count("are missing until it can read them: FileNotFoundError") == 1
+    assert "are missing" not in caplog.text
     file.write_text("3")
     assert meters.notice().gauges == {"size": 3.0}
 
@@ -156,6 +156,8 @@ def test_values_for_curves_are_over_all_ranks() -> None:
 def test_a_line_an_interval_and_the_state_of_now_are_written(tmp_path: Path) -> None:
     board = NoticeBoard(None, 0, 1)
     files = MeterFiles(tmp_path, board, interval=0.0, ranks=1)
+    shown: list[MeterReport] = []
+    files.show = shown.append
     files.look()
     assert not (tmp_path / RANKS).exists()
     times = times_of(2, FORWARD=1.0)
@@ -176,7 +178,7 @@ def test_a_line_an_interval_and_the_state_of_now_are_written(tmp_path: Path) -> 
     ]
     assert lines[1]["split"]["forward"] == [2.0]
     assert lines[1]["gauges"] == {"memory": [8.0]}
-    assert [each.step for each in files.reports] == [2, 5]
+    assert [each.step for each in shown] == [2, 5]
 
 
 def test_the_thread_posts_the_last_state_and_ends_whether_or_not_the_disk_takes_it(
@@ -184,11 +186,13 @@ def test_the_thread_posts_the_last_state_and_ends_whether_or_not_the_disk_takes_
 ) -> None:
     clock, board = PhaseClock(), NoticeBoard(None, 0, 1)
     files = MeterFiles(tmp_path / "missing" / "folder", board, interval=0.0, ranks=1)
+    shown: list[MeterReport] = []
+    files.show = shown.append
     (tmp_path / "missing").write_text("a file where the folder should be")
     thread = MeterThread(RankMeters(clock, board, 0, lambda: 1), files, seconds=0.01)
     thread.start()
     for _ in range(3):
         clock.updated()
     thread.finish()
-    assert files.reports[-1].ranks[0].notice.times.durations.count == 2
+    assert shown[-1].ranks[0].notice.times.durations.count == 2
     assert "the run continues without" in caplog.text

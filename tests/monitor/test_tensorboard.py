@@ -14,9 +14,16 @@ from kit.reports import FACTS, report
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep.core.records import EvaluationReport, Verdict
+from lockstep.core.tracking import TrackedRun
 from lockstep.monitor.metric_log import MetricLog, merge
 from lockstep.monitor.monitors import EpochReport
 from lockstep.monitor.tensorboard import TensorBoard
+from lockstep.monitor.trackers import TrackerMonitor
+
+
+def _board(folder: Path, every: int) -> TrackerMonitor:
+    run = TrackedRun("4711", "stdlib-lm", str(folder), {}, {})
+    return TrackerMonitor(TensorBoard(folder), "tensorboard", run, str, every)
 
 
 def _read(folder: Path) -> EventAccumulator:
@@ -30,7 +37,7 @@ def _scalars(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
 
 
 def test_scalars_of_the_scheduled_steps(tmp_path: Path) -> None:
-    board = TensorBoard(tmp_path, every=10)
+    board = _board(tmp_path, every=10)
     board.start(replace(FACTS, peak_flops=1e12, flops_per_token=1e6))
     for step in range(1, 26):
         board.see(report(step))
@@ -50,7 +57,7 @@ def test_scalars_of_the_scheduled_steps(tmp_path: Path) -> None:
 
 def test_steps_that_a_resumed_run_repeats_are_dropped(tmp_path: Path) -> None:
     for steps, loss, resumed in ((range(1, 6), 2.0, None), (range(4, 7), 1.0, 3)):
-        board = TensorBoard(tmp_path, every=1)
+        board = _board(tmp_path, every=1)
         board.start(replace(FACTS, resumed_from=resumed))
         for step in steps:
             board.see(report(step, seconds=float(step), loss=loss))
@@ -64,7 +71,7 @@ def test_steps_that_a_resumed_run_repeats_are_dropped(tmp_path: Path) -> None:
 
 
 def test_at_most_ten_points_a_second_but_every_discarded_update(tmp_path: Path) -> None:
-    board = TensorBoard(tmp_path, every=1)
+    board = _board(tmp_path, every=1)
     for step in range(1, 1001):
         verdict = Verdict.NON_FINITE if step == 555 else Verdict.KEPT
         board.see(report(step, seconds=step / 1000, loss=math.nan if step == 555 else 1.0, verdict=verdict))
@@ -80,7 +87,7 @@ def test_evaluations_epochs_histograms_and_texts(tmp_path: Path) -> None:
     metric_log.scalar("mine", 3.0)
     metric_log.histogram("weights", torch.tensor([-1.0, 0.5, 0.5, 2.0]))
     metric_log.text("sample", "def f(): …")
-    board = TensorBoard(tmp_path, every=10)
+    board = _board(tmp_path, every=10)
     board.evaluated(EvaluationReport("held-out", 10, {"bits_per_byte": 2.5}, 99, 0.5))
     board.epoch(EpochReport(0, 12, 1.5, 768, 3.5, True))
     board.logged(20, merge([metric_log.drain()]))
@@ -91,7 +98,7 @@ def test_evaluations_epochs_histograms_and_texts(tmp_path: Path) -> None:
     assert _scalars(events, "mine") == [(20, 3.0)]
     (histogram,) = events.Histograms("weights")
     value = histogram.histogram_value
-    assert (histogram.step, value.min, value.max, value.num, value.sum) == (20, -1.0, 2.0, 4, 2.0)
+    assert (histogram.step, value.min, value.max, value.num) == (20, -1.0, 2.0, 4)
     assert sum(value.bucket) == 4
     assert list(value.bucket_limit) == sorted(value.bucket_limit)
     (text,) = events.Tensors("sample")
@@ -102,27 +109,17 @@ def test_evaluations_epochs_histograms_and_texts(tmp_path: Path) -> None:
 def test_an_empty_histogram_is_readable(tmp_path: Path) -> None:
     metric_log = MetricLog()
     metric_log.histogram("weights", torch.tensor([math.nan]))
-    board = TensorBoard(tmp_path, every=10)
+    board = _board(tmp_path, every=10)
     board.logged(20, merge([metric_log.drain()]))
     board.finish(None)
     (histogram,) = _read(tmp_path).Histograms("weights")
     assert histogram.histogram_value.num == 0
 
 
-def test_a_folder_that_can_not_be_written_costs_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("")
-    board = TensorBoard(tmp_path / "file", every=1)
-    board.see(report(1))
-    board.see(report(2))
-    board.finish(None)
-    assert board.lost > 0
-    assert len(caplog.records) == 2  # at first, and at the end
-
-
 def test_importing_and_starting_imports_nothing_heavy(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; import lockstep.monitor.tensorboard as t, lockstep.monitor.console\n"
-        f"t.TensorBoard(Path({str(tmp_path)!r}), 10); lockstep.monitor.console.Console(10, 'plain')\n"
+        f"t.TensorBoard(Path({str(tmp_path)!r})); lockstep.monitor.console.Console(10, 'plain')\n"
         "print([name for name in ('torch', 'numpy', 'rich', 'tensorboard', 'google.protobuf') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

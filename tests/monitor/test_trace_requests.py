@@ -59,11 +59,11 @@ def test_a_resumed_run_records_what_is_left(next_update: int, left: Span | None)
     ],
 )
 def test_a_request_waits_for_what_is_planned(planned: list[Span], expected: Span) -> None:
-    assert next_free(20, TraceRequest("a", 3, 1, TraceOptions()), planned) == expected
+    assert next_free(20, TraceRequest(3, 1, TraceOptions()), planned) == expected
 
 
 def test_requests_pass_as_json() -> None:
-    request = TraceRequest("a", 3, 1, TraceOptions(ranks=(0, 3), flops=True))
-    assert TraceRequest.of_record(request.record()) == request
+    request = TraceRequest(3, 1, TraceOptions(ranks=(0, 3), flops=True))
+    assert TraceRequest.decode(request.encode()) == request
     assert options_of(ProfileConfig(ranks="all")).includes(7)
     assert not options_of(ProfileConfig()).includes(1)

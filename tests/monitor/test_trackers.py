@@ -25,10 +25,9 @@ from lockstep.core.extensions import import_target
 from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.core.records import EvaluationReport, RestartReport, SaveReport
 from lockstep.core.tracking import TrackedRun, Tracker, refuse_unknown
-from lockstep.monitor.background import BackgroundMonitor
 from lockstep.monitor.histogram import Histogram
 from lockstep.monitor.metric_log import Logged
-from lockstep.monitor.monitors import Monitors
+from lockstep.monitor.monitors import BackgroundWriter, Monitors
 from lockstep.monitor.trackers import TrackerMonitor
 
 MEDIA = ("picture", "errors", "weights", "sample")
@@ -46,7 +45,7 @@ def run_twice(tracker: object, folder: Path) -> None:
     run = TrackedRun("0123456789abcdef" * 2, "digits", str(folder), {"optim": {"lr": 0.1}}, {"python": "3"})
     for attempt, steps in ((1, range(1, 13)), (2, range(9, 17))):
         monitor = TrackerMonitor(tracker(), "it", run, lambda step: f"/checkpoints/{step}", every=4)  # type: ignore[operator]
-        monitors = Monitors([BackgroundMonitor(monitor, 4, end_seconds=60.0)])
+        monitors = Monitors([BackgroundWriter(monitor, end_seconds=60.0)], every=4)
         monitors.start(replace(FACTS, resumed_from=8 if attempt == 2 else None))
         if attempt == 2:
             monitors.restarted(RestartReport(2, 8, 64 * 8))
@@ -122,7 +121,7 @@ def test_a_tracker_that_hangs_or_fails_does_not_stop_the_run(tmp_path: Path, cap
     run = TrackedRun("id", "digits", str(tmp_path), {}, {})
     monitors = Monitors(
         [
-            BackgroundMonitor(TrackerMonitor(tracker, name, run, str, 1), 1, 0.1, name=f"tracker {name}")
+            BackgroundWriter(TrackerMonitor(tracker, name, run, str, 1), 0.1, name=f"tracker {name}")
             for name, tracker in (("hangs", Hangs([])), ("fails", Fails([])))
         ]
     )

@@ -103,7 +103,6 @@ def test_what_a_run_shows() -> None:
     stream = io.StringIO()
     console = Console(1, "none", stream)
     console.logged(1, Logged({f"value{ESC}": 1.0}, {}, {f"name{ESC}\nstep 9: saved": f"{ESC}\nsecond line"}))
-    console._output.drain()
     shown = stream.getvalue()
     assert not _steers(shown)
     assert "\nstep 9: saved" not in shown

@@ -18,7 +18,7 @@ from kit.worlds import in_process, in_world
 
 import lockstep
 from lockstep.core.errors import ConfigError
-from lockstep.monitor.trace_requests import REQUEST, TraceOptions, TraceRequest, read_answer
+from lockstep.monitor.trace_requests import REQUEST, TraceOptions, TraceRequest
 
 
 class Slow(small.Net):
@@ -89,8 +89,8 @@ def train_on_request(folder: Path) -> None:
         while not (folder / "live.json").exists():
             time.sleep(0.02)
         (folder / "profile").mkdir()
-        request = TraceRequest("me", 2, 1, TraceOptions(ranks=(1,)))
-        (folder / "profile" / REQUEST).write_text(json.dumps(request.record()))
+        request = TraceRequest(2, 1, TraceOptions(ranks=(1,)))
+        (folder / "profile" / REQUEST).write_bytes(request.encode())
 
     with small.in_group():
         if dist.get_rank() == 0:
@@ -100,12 +100,8 @@ def train_on_request(folder: Path) -> None:
 
 def test_a_running_job_is_asked_for_a_trace(tmp_path: Path) -> None:
     in_world(2, train_on_request, tmp_path / "run")
-    answer = read_answer(tmp_path / "run")
-    assert answer is not None
-    assert answer.refusal is None
-    assert (answer.name, answer.ranks, answer.last - answer.first) == ("me", (1,), 1)
     (path,) = (tmp_path / "run" / "profile").glob("*.gz")
-    assert path.name == f"rank1.{answer.first}.pt.trace.json.gz"
+    assert path.name.startswith("rank1.")
     assert not (tmp_path / "run" / "profile" / REQUEST).exists()
 
 

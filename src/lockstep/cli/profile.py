@@ -19,7 +19,7 @@ from lockstep.cli.arguments import (
     whole,
 )
 from lockstep.core.closest import did_you_mean
-from lockstep.core.errors import ConfigError, RunFailed, named_ranks
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.json_output import emit
 from lockstep.core.near_runs import did_you_mean_run
 from lockstep.core.terminal import command_line, echo
@@ -85,18 +85,14 @@ def plain(arguments: Sequence[str]) -> int:
 
 def _recorded(args: argparse.Namespace) -> list[Path]:
     """Return the traces: of a run that trains, new ones."""
-    from lockstep.monitor.trace_requests import TraceAnswer, TraceOptions
-    from lockstep.profiling.requesting import is_running, request_traces
+    from lockstep.monitor.attempts import is_running
+    from lockstep.monitor.trace_requests import TraceOptions
+    from lockstep.profiling.requesting import request_traces
     from lockstep.profiling.traces import trace_files
 
-    def show(answer: TraceAnswer) -> None:
-        of = f" {answer.first:,}" if answer.first == answer.last else f"s {answer.first:,} to {answer.last:,}"
-        echo(f"{named_ranks(answer.ranks)} record{'s' * (len(answer.ranks) == 1)} update{of}")
-
     if is_running(args.run) and not args.show:
-        return request_traces(
-            args.run, args.steps, TraceOptions(args.ranks, stacks=args.stacks), float(args.timeout), show
-        )
+        options = TraceOptions(args.ranks, stacks=args.stacks)
+        return request_traces(args.run, args.steps, options, float(args.timeout))
     files = trace_files(args.run)
     if not files:
         remedy = f"resume it ({command_line('lockstep', 'train', args.run)}), or set profile.steps in its config"

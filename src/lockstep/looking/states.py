@@ -24,9 +24,9 @@ from typing import Any
 from lockstep.core.files import MAX_JSON_BYTES, changed, opened_regular, read_bounded
 from lockstep.core.formatting import duration
 from lockstep.launch.ends_file import last_launch, why_unrecorded
-from lockstep.monitor.attempts import holder_may_live
+from lockstep.monitor.attempts import is_running
 from lockstep.monitor.events import passed_discards
-from lockstep.monitor.folder import ENVIRONMENT, METRICS, SUMMARY, held_by, is_finished
+from lockstep.monitor.folder import ENVIRONMENT, METRICS, SUMMARY, is_finished
 from lockstep.monitor.rank_meters import LIVE
 
 _FRESH_S = 30.0
@@ -82,7 +82,7 @@ def status_of(run: Path) -> RunStatus:
         losses = _divergence(run)
         return RunStatus(RunState.DIVERGED, losses) if losses else RunStatus(RunState.DONE, _early_end(run))
     silent = time.time() - number(live.get("time"), changed(run / LIVE)) if live else math.inf
-    if held_by(run) is not None or (abs(silent) < _FRESH_S and holder_may_live(run)):
+    if is_running(run):
         return _active(run, live, silent)
     return _ended(run)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,7 @@ from typing import Any
 from lockstep.core.files import MAX_JSON_BYTES, opened_regular, read_bounded
 from lockstep.core.records import RunInfo
 from lockstep.monitor.events import EVENTS
-from lockstep.monitor.folder import ATTEMPTS, LOCK, METRICS, holder_is_gone
+from lockstep.monitor.folder import ATTEMPTS, LOCK, METRICS, held_by, holder_is_gone
 from lockstep.monitor.jsonl import line
 from lockstep.monitor.rank_meters import LIVE, RANKS
 
@@ -41,7 +42,8 @@ _FACTS = (
     "flops_per_token",
     "peak_flops",
 )
-_FURTHER_FACTS = ("least_micro_size", "evaluation_size", "coupled")
+_OWN = ("attempt", "launched", "began", "ended_before", "step", "seconds", "hosts", "planned")
+_FRESH_S = 30.0
 _LARGEST = 1e30
 _TAIL = 1 << 22  # bytes: a line of 1,024 ranks has 100 KB
 
@@ -133,20 +135,18 @@ def by_host(hosts: Sequence[str]) -> tuple[tuple[str, int], ...]:
     return tuple(runs)
 
 
-def attempts_text(attempts: Sequence[Attempt], before: bytes = b"") -> str:
-    """Return the content of attempts.jsonl.
-
-    Args:
-        before: Its content without the last of them, which is kept if each line is one of the others.
-    """
-    known = len(attempts) - 1 if before.count(b"\n") == len(attempts) - 1 and before.endswith(b"\n") else 0
-    new = (line(attempt.record(number)) for number, attempt in enumerate(attempts[known:], known + 1))
-    return b"".join([before if known else b"", *new]).decode()
+def attempts_text(attempts: Sequence[Attempt]) -> str:
+    """Return the content of attempts.jsonl."""
+    return b"".join(line(attempt.record(number)) for number, attempt in enumerate(attempts, 1)).decode()
 
 
 def read_attempts(run: Path) -> tuple[Attempt, ...]:
     """Return the attempts of a run, the first one first; none of those whose lines can't be read."""
-    return attempts_in(content_of(run))
+    try:
+        content = read_bounded(run / ATTEMPTS, MAX_JSON_BYTES)
+    except OSError:
+        return ()
+    return tuple(attempt for text in content.splitlines() if (attempt := _attempt(text)) is not None)
 
 
 def attempt_id(number: int, attempt: Attempt) -> str:
@@ -163,24 +163,9 @@ def last_steps(attempts: Sequence[Attempt]) -> dict[str, float]:
     return steps
 
 
-def attempts_in(content: bytes) -> tuple[Attempt, ...]:
-    """Return the attempts in the content of attempts.jsonl."""
-    return tuple(attempt for text in content.splitlines() if (attempt := _attempt(text)) is not None)
-
-
-def content_of(run: Path) -> bytes:
-    """Return the content of a run's attempts.jsonl; nothing if it can't be read."""
-    try:
-        return read_bounded(run / ATTEMPTS, MAX_JSON_BYTES)
-    except OSError:
-        return b""
-
-
 def _attempt(text: bytes) -> Attempt | None:
     try:
         record: dict[str, Any] = json.loads(text)
-        planned = record.get("planned") or {}
-        sent = planned.get("sent")
         return Attempt(
             _time(record["launched"]),
             float(record["began"]),
@@ -188,14 +173,8 @@ def _attempt(text: bytes) -> Attempt | None:
             int(record["step"]),
             float(record["seconds"]),
             tuple((str(host), int(ranks)) for host, ranks in record.get("hosts", ())),
-            {name: record.get(name) for name in (*_FACTS, *_FURTHER_FACTS)},
-            Planned(
-                int(planned.get("parameters") or 0),
-                int(planned.get("gradients") or 0),
-                int(planned.get("optimizer") or 0),
-                None if sent is None else float(sent),
-                float(planned.get("bubble") or 0.0),
-            ),
+            {name: value for name, value in record.items() if name not in _OWN},
+            Planned(**record.get("planned") or {}),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
@@ -213,9 +192,13 @@ def launched(run: Path) -> float:
         return math.nan
 
 
-def holder_may_live(run: Path) -> bool:
-    """Return whether the process that locked the run may be there although no lock shows: on another host, or here."""
-    return not holder_is_gone(run)
+def is_running(run: Path) -> bool:
+    """Return whether a run trains: here by its lock, elsewhere by its live.json, which is replaced every 2 s."""
+    if held_by(run) is not None:
+        return True
+    with suppress(OSError):
+        return abs(time.time() - (run / LIVE).stat().st_mtime) < _FRESH_S and not holder_is_gone(run)
+    return False
 
 
 def last_sign(run: Path) -> float:

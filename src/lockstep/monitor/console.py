@@ -26,11 +26,10 @@ from lockstep.core.failure_kinds import Retry
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport, Verdict
 from lockstep.core.terminal import plain, plain_line
-from lockstep.monitor.background import WorkQueue
 from lockstep.monitor.live import LiveDisplay, Status, terminal_width
 from lockstep.monitor.meters import Rates, Throughput, model_flops_utilization
 from lockstep.monitor.metric_log import Logged
-from lockstep.monitor.monitors import EpochReport, NextReport, ThrottledMonitor
+from lockstep.monitor.monitors import EpochReport, ReportWriter
 from lockstep.monitor.nvidia import GpuHealth
 from lockstep.monitor.rank_meters import MeterReport
 from lockstep.plan.batch import BatchPlan
@@ -44,13 +43,12 @@ _MAX_SECONDS = 15.0  # more than that
 _LONGEST_TEXT = 1000
 _LOGGED_VALUES = 3
 _STRAGGLERS = 3
-_MOST_LINES = 1000  # that wait for a reader
 _BATCH_JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _NOT_CI = ("", "0", "false")
 _INTERRUPTED = "interrupted after"  # ranks start again, or another rank reports the failure
 
 
-class Console(ThrottledMonitor):
+class Console(ReportWriter):
     """Prints to a stream. A stream that breaks gets nothing more, and the run continues.
 
     Args:
@@ -80,16 +78,6 @@ class Console(ThrottledMonitor):
         for line in run_info(info):
             self._output.print(line)
         self._output.start()
-
-    def next_report(self) -> NextReport:
-        if self._progress == "none" or self._last is None:
-            return NextReport(math.inf, math.inf)
-        if self._progress == "live":
-            return NextReport(math.inf, self._next_drawing)
-        if self._last.seconds < self._next_line:
-            return NextReport(math.inf, self._next_line)
-        step = self._last.step
-        return NextReport(step + self._every - step % self._every, self._next_line + _MAX_SECONDS)
 
     def see(self, report: StepReport) -> Iterable[Request]:
         self._last = report
@@ -161,7 +149,6 @@ class Console(ThrottledMonitor):
         if self._facts is not None:
             for line in self._summary(self._facts, error):
                 self._output.print(line)
-        self._output.close()
 
     def _wants_line(self, report: StepReport) -> bool:
         if report.step <= self._printed_step:
@@ -255,9 +242,7 @@ def time_shares(split: Mapping[str, float]) -> str:
 
 
 class Output:
-    """Lines, and two live rows below them on a terminal, which a thread writes. Nothing once the stream is broken.
-
-    A reader that stops reading (a full pipe, a terminal that is paused) doesn't stop the run; its end waits for it.
+    """Lines, and two live rows below them on a terminal. Nothing once the stream is broken.
 
     Attributes:
         live: whether there is a live display.
@@ -274,13 +259,9 @@ class Output:
         self.live = progress == "live" or (progress == "auto" and self._terminal and not is_ci)
         self._has_times = not self._terminal and any(name in os.environ for name in _BATCH_JOBS)
         self._display: LiveDisplay | None = None
-        self._queue = WorkQueue("lockstep-console", _MOST_LINES)
-        self._status: Status | None = None
-        self._draws = False  # a drawing waits
 
     def start(self) -> None:
         """Start the live rows, below the lines that were printed."""
-        self.drain()
         if self.live and not self._broken:
             self._display = LiveDisplay(self._stream)
             self._attempt(self._display.start)
@@ -296,43 +277,21 @@ class Output:
         encoding = self._stream.encoding or "utf-8"
         text = text.encode(encoding, "replace").decode(encoding)
         display = self._display
-        self._put(lambda: display.print(text) if display is not None else self._write(text))
+        self._attempt(lambda: display.print(text) if display is not None else self._write(text))
 
     def draw(self, status: Status) -> float:
         """Draw the live rows, and return the seconds until it is worth drawing again."""
         display = self._display
         if self._broken or display is None:
             return math.inf
-        self._status = status
-        if not self._draws:
-            self._draws = True
-            self._put(lambda: self._draw(display))
+        self._attempt(lambda: display.show(status))
         return display.seconds_between_drawings
 
-    def drain(self) -> None:
-        """Wait until all is written, as long as the reader takes."""
-        self._queue.drain()
-
     def stop(self) -> None:
-        """Remove the live rows, when all else is written."""
-        self.drain()
+        """Remove the live rows."""
         if self._display is not None:
             self._attempt(self._display.stop)
             self._display = None
-        if self._queue.dropped:
-            self.print(f"{self._queue.dropped:,} lines are missing here: the output was not read in time")
-
-    def close(self) -> None:
-        """Wait until all is written, and end the thread."""
-        self._queue.close()
-
-    def _draw(self, display: LiveDisplay) -> None:
-        self._draws = False  # first: a status that comes now is drawn, too
-        if self._status is not None:
-            display.show(self._status)
-
-    def _put(self, act: Callable[[], object]) -> None:
-        self._queue.put(self._attempt, act)
 
     def _write(self, text: str) -> None:
         self._stream.write(text + "\n")

@@ -21,7 +21,6 @@ summary.json, which is also the last line of `--json`, marks a finished run. A f
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -42,9 +41,7 @@ from lockstep.monitor.media import MEDIA, MediaFolder
 from lockstep.monitor.meters import Throughput
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, ReportWriter
-from lockstep.monitor.rank_meters import MeterReport
 
-_log = logging.getLogger("lockstep.monitor")
 EVENTS = "events.jsonl"
 _STEP = ("step", "samples", "tokens", "epoch", "loss", "count", "grad_norm", "lr", "kept")
 _SUMMARY = (
@@ -76,7 +73,7 @@ class EventLog(ReportWriter):
 
     def start(self, info: RunInfo) -> None:
         if info.resumed_from is not None:
-            self._write(self._events, {"resumed": info.resumed_from, "step": info.resumed_from, "ranks": info.ranks})
+            self._events.write(line({"resumed": info.resumed_from, "step": info.resumed_from, "ranks": info.ranks}))
 
     def see(self, report: StepReport) -> Iterable[Request]:
         if self._first:
@@ -92,7 +89,7 @@ class EventLog(ReportWriter):
         self._throughput.pause(report.step, report.seconds)
         record = {"evaluation": report.name, "step": report.step, "samples": report.samples, "seconds": report.seconds}
         metrics = {f"metric.{name}" if name in record else name: value for name, value in report.metrics.items()}
-        self._write(self._events, {**record, **metrics})
+        self._events.write(line({**record, **metrics}))
         return ()
 
     def saved(self, report: SaveReport) -> None:
@@ -103,11 +100,11 @@ class EventLog(ReportWriter):
             "seconds": round(report.seconds, 6),
             "lost_seconds": round(report.lost, 6),
         }
-        self._write(self._events, record if report.failure is None else {**record, "failure": report.failure})
+        self._events.write(line(record if report.failure is None else {**record, "failure": report.failure}))
 
     def epoch(self, report: EpochReport) -> None:
         record = asdict(report)
-        self._write(self._events, {"epoch_done": record.pop("epoch"), **record})
+        self._events.write(line({"epoch_done": record.pop("epoch"), **record}))
 
     def logged(self, step: int, logged: Logged) -> None:
         histograms = {
@@ -123,28 +120,21 @@ class EventLog(ReportWriter):
         }
         media = self._media.write(step, logged.media)
         if own := {**logged.values, **histograms, **logged.texts, **media}:
-            self._write(self._events, {"logged": own, "step": step})
+            self._events.write(line({"logged": own, "step": step}))
 
     def left_out(self, step: int, samples: Sequence[LeftOutSample]) -> None:
         for sample in samples:
-            self._write(
-                self._events,
-                {"left_out": sample.index, "step": step, "reason": sample.reason, "position": sample.position},
+            self._events.write(
+                line({"left_out": sample.index, "step": step, "reason": sample.reason, "position": sample.position})
             )
 
     def bad_numbers(self, report: NumbersReport) -> None:
         record = asdict(report)
-        self._write(self._events, {"bad_numbers": record.pop("action"), **record})
-
-    def measured(self, report: MeterReport) -> None:
-        """Write nothing: ranks.jsonl has the meters."""
+        self._events.write(line({"bad_numbers": record.pop("action"), **record}))
 
     def finish(self, error: BaseException | None) -> None:
         if self._pending is not None:
             self._write_step(self._pending)
-        for file in self.files:
-            if file.lost:
-                _log.warning("%s lacks %d lines: %s", file.path, file.lost, file.reason)
 
     def _write_step(self, report: StepReport) -> None:
         self._pending = None
@@ -161,11 +151,7 @@ class EventLog(ReportWriter):
             "samples_per_second": rates.samples,
             "tokens_per_second": rates.tokens,
         }
-        self._write(self._metrics, record)
-
-    def _write(self, file: LineFile, record: Mapping[str, Any]) -> None:
-        if not file.write(line(record)) and file.lost == 1:
-            _log.warning("can't write %s: %s; the run continues without those lines", file.path, file.reason)
+        self._metrics.write(line(record))
 
 
 def summarize(

@@ -33,7 +33,6 @@ import os
 import re
 import shutil
 import socket
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -227,16 +226,11 @@ def read_summary(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 def recipe_of(path: str | os.PathLike[str]) -> str:
     """Return the name that the run in `path` started with; its folder's name if that can't be read."""
-    return _recorded(Path(path), "recipe") or Path(path).absolute().name
-
-
-def _recorded(run: Path, key: str) -> str | None:
-    """Return a text of a run's environment.json; None if it can't be read."""
-    try:
-        value = json.loads(read_bounded(run / ENVIRONMENT, MAX_JSON_BYTES)).get(key)
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
-    return value if isinstance(value, str) else None
+    folder = Path(path).absolute()
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        recipe = json.loads(read_bounded(folder / ENVIRONMENT, MAX_JSON_BYTES)).get("recipe")
+        return recipe if isinstance(recipe, str) else folder.name
+    return folder.name
 
 
 def refuse_escaping_links(run: Path) -> None:
@@ -246,36 +240,22 @@ def refuse_escaping_links(run: Path) -> None:
     Checkpoints are checked where they are read.
     """
     root = run.resolve()
-    for path, mode in _entries(run):
-        target = target_of(path) if stat.S_ISLNK(mode) else root
+    with _run_failed_on_error("read", run):
+        folders = [run, *(run / name for name in _FOLDERS if (run / name).is_dir() and not (run / name).is_symlink())]
+        paths = [path for folder in folders for path in folder.iterdir()]
+    for path in paths:
+        target = target_of(path) if path.is_symlink() else root
         if not target.is_relative_to(root):
             raise ConfigError(
                 f"{path} is a link to {target}, outside of the run's folder; replace the link by its target, "
                 "and keep checkpoints elsewhere with checkpoint.folder"
             )
-        if not (stat.S_ISLNK(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        if path.exists() and not (path.is_file() or path.is_dir()):
             raise ConfigError(f"{path} is neither a file nor a folder, and a run's folder has nothing else: remove it")
 
 
-def _entries(run: Path) -> Iterator[tuple[Path, int]]:
-    """Yield what Lockstep opens by name, or lists, with its mode."""
-    with _run_failed_on_error("read", run):
-        for path in run.iterdir():
-            mode = _mode(path)
-            yield path, mode
-            if path.name in _FOLDERS and stat.S_ISDIR(mode):
-                yield from ((inside, _mode(inside)) for inside in path.iterdir())
-
-
-def _mode(path: Path) -> int:
-    try:
-        return path.lstat().st_mode
-    except FileNotFoundError:  # a run that is running writes and renames
-        return stat.S_IFREG
-
-
 def _refuse_bytes(path: Path) -> None:
-    """Raise ConfigError if a path isn't text, which files of a run and libraries that write weights take only."""
+    """Raise ConfigError if a path isn't text: libraries that write weights would fail at the first save."""
     with _run_failed_on_error("create the run folder", path):  # there may be no working directory
         absolute = str(path.absolute())
     try:

@@ -27,7 +27,7 @@ from lockstep.core.files import MAX_JSON_BYTES, opened_regular, read_bounded
 from lockstep.monitor.attempts import (
     ENDS,
     Attempt,
-    holder_may_live,
+    is_running,
     last_record,
     last_sign,
     number_or_nan,
@@ -38,7 +38,6 @@ from lockstep.monitor.folder import CHECKPOINTS, LOGS, METRICS, held_by, is_fini
 from lockstep.monitor.rank_meters import LIVE
 
 _SAVED = re.compile(r"step-(\d{8,15})")
-_FRESH_S = 30.0  # since the last sign of a run on another host, whose lock doesn't show here
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,55 +126,39 @@ def goodput(run: Path) -> Goodput | None:
     clock = number_or_nan(last.get("seconds"))
     if not attempts or not math.isfinite(clock):
         return None
-    ended = _end(run)
-    begins = [_begin(attempt) for attempt in attempts]
-    ends = [*(attempt.ended_before for attempt in attempts[1:]), ended]
-    ends = [end if end >= attempt.began else attempt.began for attempt, end in zip(attempts, ends, strict=True)]
+    first, costs = attempts[0], restart_costs(attempts)
     steps, discarded = number_or_nan(last.get("step")), number_or_nan(last.get("discarded"))
-    kept = _kept(run, attempts[-1], _ClockedUpdate(steps, clock))
-    interruptions = _interruptions(run, steps, kept.step)
-    training = max(0.0, clock - attempts[0].seconds - interruptions.before_last)
-    lasting = min(training, max(0.0, kept.clock - attempts[0].seconds - interruptions.before_kept))
+    kept_step, kept_clock = _kept(run, attempts[-1], steps, clock)
+    evaluations, saves, on_clock = _interruptions(run, kept_step)
+    lasting = max(0.0, kept_clock - first.seconds - on_clock)
     in_discarded = lasting * discarded / steps if steps > 0 and discarded > 0 else 0.0
     return Goodput(
-        max(ends[-1] - begins[0], training),
+        max(attempts[-1].began, _end(run)) - _begin(first),
         lasting - in_discarded,
-        interruptions.evaluations,
-        interruptions.saves,
+        evaluations,
+        saves,
         in_discarded,
-        max(0.0, _lost(attempts, ends) - interruptions.on_no_clock) + training - lasting,
-        sum(max(0.0, attempt.began - begin) for attempt, begin in zip(attempts, begins, strict=True)),
-        sum(max(0.0, begin - end) for begin, end in zip(begins[1:], ends, strict=False)),
+        sum(cost.lost for cost in costs) + clock - kept_clock,
+        max(0.0, first.began - _begin(first)) + sum(cost.startup for cost in costs),
+        sum(cost.downtime for cost in costs),
         len(attempts),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _ClockedUpdate:
-    """An update of a run, and the run's clock after it."""
-
-    step: float
-    clock: float
-
-
-def _kept(run: Path, attempt: Attempt, last: _ClockedUpdate) -> _ClockedUpdate:
-    """Return the last update that isn't lost: of a run that has ended unfinished, that of its newest checkpoint.
+def _kept(run: Path, attempt: Attempt, step: float, clock: float) -> tuple[float, float]:
+    """Return step and clock of the last update that isn't lost: at the newest checkpoint of a run that has ended.
 
     Args:
         attempt: The last one.
-        last: The last update that is recorded.
+        step, clock: Of the last update that is recorded.
     """
-    if is_finished(run) or held_by(run) is not None or _trains_elsewhere(run):
-        return last
-    saved = max((step for step in saved_steps(run) if step <= last.step), default=0)
+    if is_finished(run) or is_running(run):
+        return step, clock
+    saved = max((each for each in saved_steps(run) if each <= step), default=0)
     if saved <= attempt.step:
-        return _ClockedUpdate(attempt.step, attempt.seconds)
-    share = (saved - attempt.step) / (last.step - attempt.step)  # as if all its updates took the same time
-    return _ClockedUpdate(saved, attempt.seconds + share * (last.clock - attempt.seconds))
-
-
-def _trains_elsewhere(run: Path) -> bool:
-    return abs(time.time() - last_sign(run)) < _FRESH_S and holder_may_live(run)
+        return attempt.step, attempt.seconds
+    share = (saved - attempt.step) / (step - attempt.step)  # as if all its updates took the same time
+    return saved, attempt.seconds + share * (clock - attempt.seconds)
 
 
 def saved_steps(run: Path) -> Iterator[int]:
@@ -210,12 +193,6 @@ def _whole(value: object) -> int:
     return int(step) if step >= 0 else 0
 
 
-def _lost(attempts: tuple[Attempt, ...], ends: list[float]) -> float:
-    """Return the time of all attempts but the last that the clock of the kept updates doesn't have."""
-    worked = sum(end - attempt.began for attempt, end in zip(attempts[:-1], ends, strict=False))
-    return max(0.0, worked - (attempts[-1].seconds - attempts[0].seconds))
-
-
 def _end(run: Path) -> float:
     """Return when the run ended; now if it trains."""
     if held_by(run) is not None:
@@ -224,49 +201,25 @@ def _end(run: Path) -> float:
     return max(filter(math.isfinite, times), default=math.nan)
 
 
-@dataclass(frozen=True, slots=True)
-class _Interruptions:
-    """The seconds of evaluations, and of waiting for saves.
-
-    Attributes:
-        before_last, before_kept: Of both, on the clock of the last update, and of the last one that isn't lost. What
-            follows these updates isn't on their clocks yet.
-        on_no_clock: Of both, after the updates that later attempts resumed from: their clocks begin as those of these.
-    """
-
-    evaluations: float
-    saves: float
-    before_last: float
-    before_kept: float
-    on_no_clock: float
-
-
-def _interruptions(run: Path, last: float, kept: float) -> _Interruptions:
-    evaluations = saves = on_no_clock = 0.0
-    clocked: list[tuple[float, float]] = []  # steps and seconds
+def _interruptions(run: Path, step: float) -> tuple[float, float, float]:
+    """Return the seconds of evaluations, of waiting for saves, and of both before the update `step` had ended."""
+    evaluations = saves = on_clock = 0.0
     for record in _events(run):
-        step = number_or_nan(record.get("step"))
-        if "resumed" in record:
-            on_no_clock += sum(seconds for at, seconds in clocked if at >= step)
-            clocked = [(at, seconds) for at, seconds in clocked if at < step]
+        seconds = number_or_nan(record.get("seconds" if "evaluation" in record else "lost_seconds"))
+        if not seconds > 0:
             continue
-        is_evaluation = "evaluation" in record
-        seconds = _positive(record.get("seconds" if is_evaluation else "lost_seconds"))
-        evaluations += seconds if is_evaluation else 0.0
-        saves += 0.0 if is_evaluation else seconds
-        clocked.append((step, seconds))
-    before_last, before_kept = (sum(seconds for at, seconds in clocked if at < step) for step in (last, kept))
-    return _Interruptions(evaluations, saves, before_last, before_kept, on_no_clock)
+        if "evaluation" in record:
+            evaluations += seconds
+        else:
+            saves += seconds
+        if number_or_nan(record.get("step")) < step:
+            on_clock += seconds
+    return evaluations, saves, on_clock
 
 
 def _events(run: Path) -> Iterator[Mapping[str, Any]]:
     with suppress(OSError), opened_regular(run / EVENTS) as handle, os.fdopen(os.dup(handle), "rb") as lines:
         for text in lines:
-            if text.startswith((b'{"evaluation"', b'{"saved"', b'{"resumed"')):
+            if text.startswith((b'{"evaluation"', b'{"saved"')):
                 with suppress(ValueError, RecursionError):
                     yield json.loads(text)
-
-
-def _positive(value: object) -> float:
-    number = number_or_nan(value)
-    return number if number > 0 else 0.0

@@ -8,26 +8,18 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from lockstep.core.files import write_atomically
 from lockstep.monitor.jsonl import LineFile
 from lockstep.monitor.media import MEDIA, rewind_media
-
-if TYPE_CHECKING:
-    from lockstep.monitor.events import EventLog
-    from lockstep.monitor.rank_meters import MeterFiles
-    from lockstep.monitor.tensorboard import TensorBoard
 
 _log = logging.getLogger("lockstep.monitor")
 _EVENTS = "events.jsonl"
 _LINE_FILES = ("metrics.jsonl", _EVENTS, "ranks.jsonl")
 _EVALUATION = b'{"evaluation":'
-_LATE = 100  # updates that an entry may be behind the one before it
-_END = 2**20  # bytes of a file of lines that are read at first: a run that starts again doesn't wait for all of it
 _FLUSH_S = 20.0  # a save's thread waits for the writers' threads
 
 
@@ -62,16 +54,11 @@ class HistoryFiles:
     """The files that a run appends to while it trains: metrics.jsonl, events.jsonl, ranks.jsonl, TensorBoard's.
 
     Args:
-        monitors: Those that write files there.
-        drains: Wait, a number of seconds at most, until threads have written what the monitors were shown.
+        drains: Wait, a number of seconds at most, until threads have written what they were shown.
     """
 
-    def __init__(
-        self,
-        monitors: Sequence[EventLog | MeterFiles | TensorBoard] = (),
-        drains: Sequence[Callable[[float], object]] = (),
-    ) -> None:
-        self._monitors = monitors
+    def __init__(self, files: Sequence[LineFile] = (), drains: Sequence[Callable[[float], object]] = ()) -> None:
+        self._files = files
         self._drains = drains
         self._warned = False
 
@@ -80,7 +67,7 @@ class HistoryFiles:
         until = time.monotonic() + _FLUSH_S
         for drain in self._drains:  # a disk that hangs may leave files shorter, but valid
             drain(max(0.0, until - time.monotonic()))
-        for file in self._files():
+        for file in self._files:
             try:
                 file.flush()
             except OSError as error:
@@ -90,64 +77,23 @@ class HistoryFiles:
 
     def close(self) -> None:
         """Close all files."""
-        for file in self._files():
+        for file in self._files:
             file.close()
-
-    def _files(self) -> Iterator[LineFile]:
-        for monitor in self._monitors:
-            yield from monitor.files
 
 
 def _rewind_file(file: Path, archive: Path, step_of_line: Callable[[bytes], float | None], step: int) -> None:
-    """Move the lines after `step`, and those without a step, to `archive`.
-
-    Only the file's end is looked at: lines are written in the order of steps, but for a few that come late.
-    """
+    """Move the lines after `step`, and those without a step, to `archive`."""
     if not file.exists():
         return
-    size = file.stat().st_size
-    length = _END
-    while True:
-        data = _end_of(file, length)
-        entries = data.splitlines(keepends=True)
-        last = len(entries)
-        steps: list[float | None] = []
-        while last and (not steps or steps[-1] is None or steps[-1] > step - _LATE):
-            last -= 1
-            steps.append(step_of_line(entries[last]))
-        if last or length >= size:
-            break
-        length *= 8
-    stays = [before is not None and before <= step for before in reversed(steps)]
-    if all(stays):
+    kept, removed = list[bytes](), list[bytes]()
+    for entry in file.read_bytes().splitlines(keepends=True):
+        before = step_of_line(entry)
+        (removed if before is None or before > step else kept).append(entry)
+    if not removed:
         return
-    removed = b"".join(entry for entry, keep in zip(entries[last:], stays, strict=True) if not keep)
     archive.parent.mkdir(parents=True, exist_ok=True)
-    archive.write_bytes(removed)
-    if data.endswith(removed):
-        os.truncate(file, size - len(removed))
-        return
-    with file.open("rb") as whole:
-        before = whole.read(size - len(data))
-    kept = b"".join(
-        [before, *entries[:last], *(entry for entry, keep in zip(entries[last:], stays, strict=True) if keep)]
-    )
-    temporary = file.with_name(f".{file.name}.new")
-    with temporary.open("wb") as handle:
-        handle.write(kept)
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(file)
-
-
-def _end_of(file: Path, length: int) -> bytes:
-    """Return the last lines of a file, of that many bytes at most; all of a file that isn't longer."""
-    with file.open("rb") as opened:
-        start = max(0, opened.seek(0, os.SEEK_END) - length)
-        opened.seek(max(0, start - 1))
-        if start:
-            opened.readline()
-        return opened.read()
+    archive.write_bytes(b"".join(removed))
+    write_atomically(file, b"".join(kept))
 
 
 def _step_of_line(line: bytes) -> float | None:

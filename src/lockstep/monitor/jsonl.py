@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 
 from lockstep.core.files import append_to, flush
 
+_log = logging.getLogger("lockstep.monitor")
 _strict = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
 
@@ -49,11 +51,8 @@ def _not_finite(path: str, value: Any) -> list[tuple[str, str]]:
 class LineFile:
     """A file that lines are appended to, one write each, nothing buffered.
 
-    A line that doesn't fit (a full disk) is removed to its first byte, so the file stays valid to its end.
-
-    Attributes:
-        lost: Number of lines that could not be written.
-        reason: Why the last of these could not.
+    A line that doesn't fit (a full disk) is removed to its first byte, so the file stays valid to its end. The first
+    one is a warning, and `close` warns with their number.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,7 +61,6 @@ class LineFile:
         self._lock = threading.Lock()
         self._is_new = False
         self.lost = 0
-        self.reason: OSError | None = None
 
     def write(self, text: bytes) -> bool:
         """Return whether it is in the file. Never raises OSError."""
@@ -71,7 +69,8 @@ class LineFile:
                 self._write(text)
         except OSError as error:
             self.lost += 1
-            self.reason = error
+            if self.lost == 1:
+                _log.warning("can't write %s: %s; the run continues without those lines", self.path, error)
             return False
         return True
 
@@ -93,6 +92,9 @@ class LineFile:
             if self._file is not None:
                 os.close(self._file)
                 self._file = None
+        if self.lost:
+            _log.warning("%s lacks %d lines", self.path, self.lost)
+            self.lost = 0
 
     def _write(self, text: bytes) -> None:
         if self._file is None:

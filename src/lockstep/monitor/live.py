@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _SHARE_OF_TIME = 0.003
 _SECONDS_BETWEEN_DRAWINGS = 0.1
+_LONGEST_PAUSE_S = 5.0  # after a terminal that didn't take a drawing at once
 _UNKNOWN_WIDTH = 80
 _NARROWEST = 20
 
@@ -134,7 +135,7 @@ class LiveDisplay:
             self._status = status
             self._live.update(self._draw(status), refresh=True)
         drawing = time.perf_counter() - began
-        self.seconds_between_drawings = max(_SECONDS_BETWEEN_DRAWINGS, drawing / _SHARE_OF_TIME)
+        self.seconds_between_drawings = min(max(_SECONDS_BETWEEN_DRAWINGS, drawing / _SHARE_OF_TIME), _LONGEST_PAUSE_S)
 
     def print(self, text: str) -> None:
         """Print a line above the rows."""

@@ -17,13 +17,11 @@ Outside of a run nothing is kept. Values are detached at once; a GPU's tensors a
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from lockstep.core.collective_names import OPERATIONS
 from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.monitor.histogram import Histogram, HistogramCounts, merge_histograms
 from lockstep.monitor.media import DeviceImage, table_of
@@ -46,12 +44,6 @@ _OWN = frozenset(
     }
 )
 _OWN_GROUPS = ("evaluation", "time")
-_COLLECTIVES = "|".join(sorted({name for name, _ in OPERATIONS.values()}))
-_GAUGE = re.compile(
-    r"(memory_(resident|allocated|reserved)(_peak)?|(host_)?cpu_percent|core_wait_percent|host_(memory_used|memory_free|"
-    r"swap_used)|disk_(free|read_rate|write_rate)|network_(sent|received)_rate|gpu_\w+|"
-    rf"({_COLLECTIVES})_(bytes|bus_bytes_per_second))/(min|mean|max)"
-)
 
 
 def refuse_own_name(kind: str, name: str) -> None:
@@ -59,7 +51,7 @@ def refuse_own_name(kind: str, name: str) -> None:
     group, _, rest = name.partition("/")
     if not name.strip():
         raise ValueError(f"log.{kind}({name!r}): the name is empty; give it one, such as 'accuracy'")
-    if name in _OWN or (rest and group in _OWN_GROUPS) or _GAUGE.fullmatch(name):
+    if name in _OWN or (rest and group in _OWN_GROUPS):
         other = f"own_{name}" if not rest else f"{group}/own_{rest}" if group not in _OWN_GROUPS else f"own_{name}"
         raise ValueError(f"log.{kind}({name!r}): the run itself writes {name}; give it another name, such as {other!r}")
 
@@ -84,10 +76,6 @@ class LogEntries:
 
     def __bool__(self) -> bool:
         return bool(self.scalars or self.means or self.histograms or self.texts or self.media)
-
-    def without_media(self) -> LogEntries:
-        """Return the entries with the names of images and tables alone."""
-        return replace(self, media=dict.fromkeys(self.media)) if self.media else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +234,7 @@ def merge(entries: Sequence[LogEntries]) -> Logged:
 def collected(log: MetricLog, ranks: Axis) -> Logged:
     """Return what all ranks have logged, merged, and empty their logs; all ranks together."""
     own = log.drain()
-    entries = cast("list[LogEntries]", ranks.gather(own.without_media()))
+    entries = cast("list[LogEntries]", ranks.gather(replace(own, media=dict.fromkeys(own.media))))
     logged = merge(entries)
     if any(entry.media for entry in entries):  # each is sent by one rank alone
         before = {name for entry in entries[: ranks.rank] for name in entry.media}

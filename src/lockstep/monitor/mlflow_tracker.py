@@ -9,18 +9,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from lockstep.core.distribution import pip_install
-from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.errors import ConfigError
 from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.core.slow_imports import import_beside
 from lockstep.core.tracking import Bins, TrackedRun, Tracker
@@ -29,9 +26,8 @@ from lockstep.monitor.media import file_name
 _REFUSED = re.compile(r"[^\w\-. :/]")
 _LONGEST_PARAMETER = 500
 _BATCH = 100  # parameters of a request
-_RETRIES = "3"  # of MLflow's requests: 14 s, less than the end of a run waits; by default they take minutes
-_CONNECT_S = 3.0
-_PAUSE_S = 1.0
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
+"""Less than the end of a run waits; by default MLflow tries for minutes."""
 
 
 class MlflowTracker(Tracker):
@@ -56,8 +52,8 @@ class MlflowTracker(Tracker):
         uri = self._uri or (Path(run.folder) / "mlflow").absolute().as_uri()
         if uri.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow wants a database or a server
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", _RETRIES)
-        _refuse_unreachable(uri)
+        for name, value in _PATIENCE.items():
+            os.environ.setdefault(name, value)
         self._client = self._mlflow.MlflowClient(tracking_uri=uri)
         if run.tracker_id is not None:
             self._run = run.tracker_id
@@ -112,30 +108,6 @@ class MlflowTracker(Tracker):
         if self._run:
             status = "FINISHED" if failure is None else "KILLED" if failure == "stopped" else "FAILED"
             self._client.set_terminated(self._run, status)
-
-
-def _refuse_unreachable(uri: str) -> None:
-    """Raise RunFailed if no server answers at an HTTP address: MLflow itself would try for minutes."""
-    parts = urlsplit(uri)
-    if parts.scheme not in ("http", "https") or not parts.hostname or getproxies():
-        return
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    try:
-        _connect(parts.hostname, port)
-    except OSError as error:
-        place = f"{parts.scheme}://{parts.hostname}:{port}"
-        raise RunFailed(
-            f"no MLflow server can be reached at {place}: {str(error.strerror or error).lower()}"
-        ) from error
-
-
-def _connect(host: str, port: int) -> None:
-    """Connect once; raises OSError if two attempts fail, since a server may be starting."""
-    try:
-        socket.create_connection((host, port), timeout=_CONNECT_S).close()
-    except OSError:
-        time.sleep(_PAUSE_S)
-        socket.create_connection((host, port), timeout=_CONNECT_S).close()
 
 
 def _flat(path: str, value: object) -> Iterator[tuple[str, str]]:

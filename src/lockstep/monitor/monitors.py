@@ -1,22 +1,29 @@
-"""All monitors as one, for a microsecond a step.
+"""Shows a run's reports to its monitors: a user's in the loop, Lockstep's own writers each in a thread.
 
-    report --> kept, and no monitor wants a report before (step, seconds)?  --yes--> remember it, nothing else
+    report --> kept, and too early for the writers?  --yes--> remember it, nothing else
                   |no
                   v
-               show it to those that want it; ask each for the next report that it wants
+               BackgroundWriter.put --> queue, bounded --> its thread: EventLog.see(report) --> metrics.jsonl
+               microseconds             full: dropped, counted, reported once
 
-A monitor that raises is dropped with one warning: a display never ends a training.
+    save   --> drain: all that was put before is written, unless the disk hangs
+    end    --> finish: all is written, within a limit
+
+Each writer has a thread of its own: a network that hangs stops no file. One that raises is dropped with one warning.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from queue import SimpleQueue
+from typing import Any, Protocol
 
+from lockstep.core.errors import Failure
 from lockstep.core.protocols import Monitor
 from lockstep.core.records import (
     EvaluationReport,
@@ -32,20 +39,15 @@ from lockstep.core.records import (
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.rank_meters import MeterReport
 
-_log = logging.getLogger("lockstep.monitor")
+END_S = 30.0
+"""How long the end of a run waits for a writer."""
+_MOST_WEIGHT = 10_000
+_CHARACTERS = 500  # of texts, and bytes of images, that weigh as much as a report
+_SECONDS = 0.1  # after which writers get a report whatever its step
+_LONGEST_REASON = 400  # characters
 _NOTHING: tuple[Request, ...] = ()
 _KEPT = Verdict.KEPT
-_M = TypeVar("_M", bound=Monitor)
-
-
-class NextReport(NamedTuple):
-    """The next report that a monitor wants: at this step or this second of the run, whichever comes first."""
-
-    step: float
-    seconds: float
-
-
-_AT_ONCE = NextReport(0, 0.0)
+_log = logging.getLogger("lockstep.monitor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +74,17 @@ class EpochReport:
 class ReportWriter(Monitor, Protocol):
     """A monitor that also takes the sums of epochs, what user code logged, and the ranks' meters."""
 
-    def epoch(self, report: EpochReport) -> None: ...
+    def epoch(self, report: EpochReport) -> None:
+        """Take the sums of an epoch that has ended."""
+        return
 
     def logged(self, step: int, logged: Logged) -> None:
         """Take what user code logged up to and with update `step`, merged over all ranks."""
+        return
 
     def measured(self, report: MeterReport) -> None:
         """Take the meters of all ranks over an interval."""
+        return
 
     def left_out(self, step: int, samples: Sequence[LeftOutSample]) -> None:
         """Take samples that are left out because they can't be used; known after update `step`."""
@@ -89,52 +95,133 @@ class ReportWriter(Monitor, Protocol):
         return
 
 
-class ThrottledMonitor(ReportWriter, Protocol):
-    """A monitor that needs only some of the reports. It always sees discarded updates and the last one."""
-
-    def next_report(self) -> NextReport:
-        """Return when the next report is wanted; called after each that was shown."""
-
-    def begin_finish(self, error: BaseException | None) -> None:
-        """Prepare `finish`, which may wait: all monitors begin before the first one is waited for."""
-        return
-
-
-class Monitors:
-    """Shows reports to all monitors; the requests are the union of their answers.
+class BackgroundWriter:
+    """Calls a writer in a thread of its own, in the order of the calls.
 
     Args:
-        throttled: see a report when they want to.
-        others: a user's monitors, which see every report; the time that they take is the user's.
-        meters: reports that a thread appends; throttled monitors get them with the next report that is shown.
+        end_seconds: how long the end of the run waits for the writer.
+        most: weight of the waiting calls.
+        name: in messages; None: that of the writer's class.
     """
 
     def __init__(
-        self,
-        throttled: Sequence[ThrottledMonitor] = (),
-        others: Sequence[Monitor] = (),
-        meters: deque[MeterReport] | None = None,
+        self, writer: ReportWriter, end_seconds: float = END_S, most: int = _MOST_WEIGHT, name: str | None = None
     ) -> None:
-        self._throttled = list(throttled)
-        self._meters: deque[MeterReport] = deque() if meters is None else meters
+        self._writer = writer
+        self._end_seconds = end_seconds
+        self._most = most
+        self._name = name or type(writer).__name__
+        self._calls: SimpleQueue[tuple[Callable[[ReportWriter], object], int] | threading.Event | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._weight = 0
+        self._dropped = 0
+        self._closed = False
+        self._ended = threading.Event()
+        self._ends_at = math.inf
+        threading.Thread(target=self._run, name=f"lockstep-{self._name}", daemon=True).start()
+
+    def put(self, call: Callable[[ReportWriter], object], weight: int = 1) -> None:
+        """Add a call with the writer. Never waits; calls without a weight are never dropped."""
+        with self._lock:
+            if self._closed:
+                return
+            is_full = bool(weight and self._weight and self._weight + weight > self._most)
+            self._dropped += is_full
+            if not is_full:
+                self._weight += weight
+                self._calls.put((call, weight))
+        if is_full and self._dropped == 1:
+            _log.warning("%s can't keep up: the run continues without some of its reports", self._name)
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until all that was put before is written, in any thread; return False if it takes longer."""
+        done = threading.Event()
+        self._calls.put(done)
+        return self._ended.is_set() or done.wait(seconds)
+
+    def begin_finish(self, error: BaseException | None) -> None:
+        """Let the writer finish, without waiting for it."""
+        self.put(lambda writer: writer.finish(error), 0)
+        self._calls.put(None)
+        self._ends_at = time.monotonic() + self._end_seconds
+
+    def finish(self) -> None:
+        """Wait for the writer up to the limit, which began with `begin_finish`."""
+        left = self._ends_at - time.monotonic()
+        if not self._ended.wait(None if left == math.inf else max(0.0, left)):
+            _log.warning("%s has not ended within %g s: its last reports are lost", self._name, self._end_seconds)
+        elif self._dropped:
+            _log.warning("%s was too slow for %d reports, which are lost", self._name, self._dropped)
+        self._closed = True
+        self._ended.set()
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            call, weight = item
+            try:
+                if not self._closed:
+                    call(self._writer)
+            except Exception as error:
+                self._closed = True
+                reason = _known_reason(error)
+                text = "%s failed and is left out from now on: %s"
+                _log.warning(text, self._name, reason or repr(error), exc_info=reason is None)
+            del call, item  # and what they hold
+            with self._lock:
+                self._weight -= weight
+        self._ended.set()
+
+
+def _known_reason(error: BaseException) -> str | None:
+    """Return what to say about an error of the config, the disk or the network; None for a fault of the writer."""
+    if isinstance(error, Failure):
+        return str(error)
+    chain: BaseException | None = error
+    while chain is not None and not isinstance(chain, OSError):
+        chain = chain.__cause__ or chain.__context__
+    if chain is None:
+        return None
+    first = str(error).partition("\n")[0][:_LONGEST_REASON] or repr(error)
+    cause = f"{chain.strerror}: {chain.filename}" if chain.strerror and chain.filename else str(chain)
+    return first if chain is error or cause[:_LONGEST_REASON] in first else f"{first} ({cause[:_LONGEST_REASON]})"
+
+
+class Monitors:
+    """Shows reports to all monitors; the requests are the union of the answers of a user's.
+
+    Args:
+        writers: see every `every`th step, one after a tenth of a second, each discarded update, each spike, the last
+            update of an epoch, and that before an evaluation or the end.
+        others: a user's monitors, which see every report; the time that they take is the user's.
+    """
+
+    def __init__(
+        self, writers: Sequence[BackgroundWriter] = (), others: Sequence[Monitor] = (), every: int = 1
+    ) -> None:
+        self._writers = writers
         self._others = list(others)
-        self._next_step: float = 0
-        self._next_seconds: float = 0.0
+        self._every = every
+        self._next_step: float = 0 if writers else math.inf
+        self._next_seconds = self._next_step
         self._last: StepReport | None = None
-        self._shown: dict[ThrottledMonitor, StepReport] = {}  # the latest that each has seen
-        self._wanted: dict[ThrottledMonitor, NextReport] = {}
+        self._written: StepReport | None = None
         self._epoch = _Epochs(0)
 
     def start(self, info: RunInfo) -> None:
         self._epoch = _Epochs(info.epoch_samples)
-        self._for_all(lambda monitor: monitor.start(info))
+        self._write(lambda writer: writer.start(info))
+        self._ask_others("start", info)
 
     def restarted(self, report: RestartReport) -> None:
-        self._for_all(lambda monitor: monitor.restarted(report))
+        self._write(lambda writer: writer.restarted(report))
+        self._ask_others("restarted", report)
 
     def see(self, report: StepReport) -> Iterable[Request]:
         self._last = report
-        requests = self._show_others(report) if self._others else _NOTHING
+        requests = self._ask_others("see", report) if self._others else _NOTHING
         epoch = self._epoch
         if report.verdict is _KEPT:
             if count := report.count:
@@ -143,99 +230,77 @@ class Monitors:
             early = report.step < self._next_step and report.seconds < self._next_seconds
             if early and report.samples < epoch.end and not report.spike:
                 return requests
-        return self._show(report).union(requests)
+        self._write_last()
+        if (ended := epoch.after(report)) is not None:
+            self._write(lambda writer: writer.epoch(ended))
+        return requests
 
     def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
-        requests: set[Request] = set(self._show_last())
-        self._for_all(lambda monitor: requests.update(_requests(monitor, "evaluated", monitor.evaluated(report))))
-        return requests
+        self._write_last()
+        self._write(lambda writer: writer.evaluated(report))
+        return self._ask_others("evaluated", report)
 
     def saved(self, report: SaveReport) -> None:
-        self._for_all(lambda monitor: monitor.saved(report))
+        self._write(lambda writer: writer.saved(report), 0)
+        self._ask_others("saved", report)
 
     def logged(self, step: int, logged: Logged) -> None:
-        """Pass on what user code logged; only throttled monitors take it."""
-        _for_each(self._throttled, lambda monitor: monitor.logged(step, logged))
+        """Pass on what user code logged to the writers."""
+        size = sum(map(len, logged.texts.values())) + sum(len(image.pixels) for image in logged.images.values())
+        cells = sum(len(table.rows) * len(table.columns) for table in logged.tables.values())
+        weight = 1 + len(logged.values) // 10 + 10 * len(logged.histograms) + size // _CHARACTERS + cells
+        self._write(lambda writer: writer.logged(step, logged), min(weight, _MOST_WEIGHT // 2))
+
+    def measured(self, report: MeterReport) -> None:
+        """Pass on the meters of all ranks to the writers, in any thread."""
+        self._write(lambda writer: writer.measured(report), 1 + len(report.ranks))
 
     def left_out(self, step: int, samples: Sequence[LeftOutSample]) -> None:
-        """Pass on samples that are left out; only throttled monitors take them."""
-        _for_each(self._throttled, lambda monitor: monitor.left_out(step, samples))
+        """Pass on samples that are left out to the writers."""
+        self._write(lambda writer: writer.left_out(step, samples), 0)
 
     def bad_numbers(self, report: NumbersReport) -> None:
-        """Pass on what is known of a bad update; only throttled monitors take it."""
-        _for_each(self._throttled, lambda monitor: monitor.bad_numbers(report))
+        """Pass on what is known of a bad update to the writers."""
+        self._write(lambda writer: writer.bad_numbers(report), 0)
 
     def finish(self, error: BaseException | None) -> None:
-        self._show_last()
-        self._show_meters()
-        _for_each(self._throttled, lambda monitor: monitor.begin_finish(error))
-        self._for_all(lambda monitor: monitor.finish(error))
+        self._write_last()
+        for writer in self._writers:
+            writer.begin_finish(error)
+        self._ask_others("finish", error)
+        for writer in self._writers:
+            writer.finish()
 
-    def _show_others(self, report: StepReport) -> set[Request]:
+    def _write_last(self) -> None:
+        """Show the latest report to the writers, once."""
+        report = self._last
+        if report is None or report is self._written or not self._writers:
+            return
+        self._written = report
+        self._next_step = report.step + self._every - report.step % self._every
+        self._next_seconds = report.seconds + _SECONDS
+        self._write(lambda writer: writer.see(report))
+
+    def _write(self, call: Callable[[ReportWriter], object], weight: int = 1) -> None:
+        for writer in self._writers:
+            writer.put(call, weight)
+
+    def _ask_others(self, method: str, argument: object) -> set[Request]:
+        """Call a method of all of a user's monitors; drop those that fail."""
         requests: set[Request] = set()
-        _for_each(self._others, lambda monitor: requests.update(_requests(monitor, "see", monitor.see(report))))
+        for monitor in list(self._others):
+            try:
+                answer = getattr(monitor, method)(argument)
+                requests.update(_requests(monitor, method, answer) if method in ("see", "evaluated") else ())
+            except Exception as error:
+                self._others.remove(monitor)
+                name = type(monitor).__name__
+                _log.warning("%s failed and is left out from now on: %r", name, error, exc_info=True)
         return requests
-
-    def _show(self, report: StepReport) -> set[Request]:
-        requests = self._show_to(report, everyone=not report.kept or bool(report.spike))
-        if self._meters:
-            self._show_meters()
-        if (ended := self._epoch.after(report)) is not None:
-            _for_each(self._throttled, lambda monitor: monitor.epoch(ended))
-        wanted = [self._wanted[monitor] for monitor in self._throttled]
-        self._next_step = min((at.step for at in wanted), default=math.inf)
-        self._next_seconds = min((at.seconds for at in wanted), default=math.inf)
-        return requests
-
-    def _show_last(self) -> set[Request]:
-        """Show the latest report to all throttled monitors."""
-        return self._show_to(self._last, everyone=True) if self._last is not None else set()
-
-    def _show_to(self, report: StepReport, *, everyone: bool) -> set[Request]:
-        """Show a report to the throttled monitors that want it, or to all, but to none twice."""
-        requests: set[Request] = set()
-        for monitor in list(self._throttled):
-            at = self._wanted.get(monitor, _AT_ONCE)
-            is_wanted = everyone or report.step >= at.step or report.seconds >= at.seconds
-            if is_wanted and self._shown.get(monitor) is not report:
-                self._shown[monitor] = report
-                try:
-                    requests.update(monitor.see(report))
-                    self._wanted[monitor] = monitor.next_report()
-                except Exception as error:
-                    _leave_out(self._throttled, monitor, error)
-        return requests
-
-    def _show_meters(self) -> None:
-        while self._meters:
-            report = self._meters.popleft()
-            _for_each(self._throttled, lambda monitor: monitor.measured(report))  # noqa: B023  (called at once)
-
-    def _for_all(self, act: Callable[[Monitor], object]) -> None:
-        _for_each(self._throttled, act)
-        _for_each(self._others, act)
-
-
-def _for_each(monitors: list[_M], act: Callable[[_M], object]) -> None:
-    """Call `act` with each monitor, and remove those that fail."""
-    for monitor in list(monitors):
-        try:
-            act(monitor)
-        except Exception as error:
-            _leave_out(monitors, monitor, error)
-
-
-def _leave_out(monitors: list[_M], monitor: _M, error: Exception) -> None:
-    monitors.remove(monitor)
-    _log.warning("%s failed and is left out from now on: %r", type(monitor).__name__, error, exc_info=True)
 
 
 def _requests(monitor: Monitor, method: str, answer: object) -> Sequence[Request]:
-    """Return the requests of a monitor's answer, which may be None.
-
-    Raises:
-        TypeError: It is anything else.
-    """
+    """Return the requests of a monitor's answer, which may be None. Raises TypeError if it is anything else."""
     if answer is None:
         return ()
     requests: list[Any] = list(answer) if isinstance(answer, Iterable) else [answer]
@@ -265,8 +330,6 @@ class _Epochs:
 
     def after(self, report: StepReport) -> EpochReport | None:
         """Return the epoch's report if this update was its last."""
-        if not self._samples:
-            return None
         if not self.end:
             self._whole = report.samples - report.update_samples <= report.epoch * self._samples
             self._began = 0.0 if report.step == 1 else report.seconds

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.distribution import pip_install
+from lockstep.core.errors import named_ranks
+from lockstep.core.formatting import listed
 
 if TYPE_CHECKING:
     import torch
@@ -43,16 +45,8 @@ _CLOCK_SM, _CLOCK_MEMORY = 1, 2  # NVML_CLOCK_...
 _CORRECTED, _UNCORRECTED, _VOLATILE = 0, 1, 0  # NVML_MEMORY_ERROR_TYPE_..., NVML_VOLATILE_ECC: since the driver started
 _LOST = ("NVMLError_GpuIsLost", "NVMLError_ResetRequired")
 _DRIVER_GONE = ("NVMLError_DriverNotLoaded", "NVMLError_Uninitialized", "NVMLError_LibraryNotFound")
-_NEVER = (
-    "NVMLError_NotSupported",
-    "NVMLError_NoPermission",
-    "NVMLError_InvalidArgument",
-    "NVMLError_FunctionNotFound",
-    "NVMLError_Deprecated",
-)
-"""Errors of a value that this GPU, driver or user never has; after other errors it is read again."""
 _MOST_EVENTS = 100  # read at once
-_MOST_RANKS = 4  # that a line names
+_MOST_HOSTS = 2  # that a line names
 _XIDS = {
     13: "an error of the program on the GPU, such as an access out of bounds",
     31: "a wrong address in the GPU's memory, mostly by the program",
@@ -93,7 +87,6 @@ class NvidiaGPU:
         self._board = _value(nvml, lambda: nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)) or handle
         self.name = str(_value(nvml, lambda: nvml.nvmlDeviceGetName(handle)) or "NVIDIA GPU")
         self._readers = self._all_readers()
-        self._throttled: set[str] = set()  # reasons that were active at least once
         self._events = self._register()
         self._xids = 0
         self._last_xid = 0
@@ -105,7 +98,7 @@ class NvidiaGPU:
             NvmlMissing: The driver has been unloaded.
         """
         values: dict[str, float] = {}
-        for reader in list(self._readers):
+        for reader in self._readers:
             try:
                 values.update(reader())
             except self._nvml.NVMLError as error:
@@ -114,10 +107,6 @@ class NvidiaGPU:
                     return {"gpu_lost": 1.0}
                 if kind in _DRIVER_GONE:
                     raise NvmlMissing(f"NVIDIA's driver doesn't answer any longer: {error}") from None
-                if kind in _NEVER:
-                    self._readers.remove(reader)
-            except AttributeError:  # an older package
-                self._readers.remove(reader)
         return values
 
     def close(self) -> None:
@@ -157,11 +146,9 @@ class NvidiaGPU:
         return {"gpu_memory_used": float(memory.used), "gpu_memory_total": float(memory.total)}
 
     def _throttling(self) -> dict[str, float]:
-        bits = _throttle_bits(self._nvml, self._board)
-        now = {name for bit, (name, _) in THROTTLE_REASONS.items() if bits & bit}
-        self._throttled |= now
-        reasons = {f"gpu_throttled_{name}": float(name in now) for name in sorted(self._throttled)}
-        return {"gpu_throttled": float(bool(now)), **reasons}
+        bits = int(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._board))
+        active = {f"gpu_throttled_{name}": 1.0 for bit, (name, _) in THROTTLE_REASONS.items() if bits & bit}
+        return {"gpu_throttled": float(bool(active)), **active}
 
     def _register(self) -> Any:
         """Ask the driver for Xid errors; return the set of events, None if it refuses."""
@@ -257,74 +244,54 @@ def gpu_gauges(device: torch.device) -> list[Callable[[], dict[str, float]]]:
     return [DeviceGauges(device)] if device.type == "cuda" and torch.version.cuda is not None else []
 
 
-def _throttle_bits(nvml: Any, handle: Any) -> int:
-    try:
-        return int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
-    except (AttributeError, nvml.NVMLError_FunctionNotFound):  # a driver before 535 or a package before 12.535
-        return int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
-
-
 def _value(nvml: Any, read: Callable[[], Any]) -> Any:
     """Return a value; None if the driver doesn't have it."""
     try:
         return read()
-    except (AttributeError, nvml.NVMLError):
+    except nvml.NVMLError:
         return None
 
 
 class GpuHealth:
-    """Remembers what was stated, per rank."""
+    """Remembers what was said, per rank."""
 
     def __init__(self) -> None:
-        self._stated: set[tuple[int, str]] = set()
-        self._first_errors: dict[tuple[int, str], float] = {}
+        self._said: set[tuple[int, str]] = set()
 
     def lines(self, report: MeterReport) -> list[str]:
         """Return a line for each new fact, with its ranks and hosts."""
-        ranks: dict[str, list[tuple[int, str]]] = {}
-        for interval in report.ranks:
-            notice = interval.notice
-            for key, text in self._facts(notice.rank, notice.gauges):
-                if (notice.rank, key) not in self._stated:
-                    self._stated.add((notice.rank, key))
-                    ranks.setdefault(text, []).append((notice.rank, notice.host))
-        return [f"{_gpus(who)} {text}" for text, who in ranks.items()]
-
-    def _facts(self, rank: int, gauges: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        """Yield a key and a text for everything that is wrong now."""
-        yield from _errors(gauges)
-        for name, reason in THROTTLE_REASONS.values():
-            if gauges.get(f"gpu_throttled_{name}"):
-                yield f"throttled {name}", f"is throttled by {reason}"
-        for name, kind in (("gpu_ecc_uncorrected", "uncorrected"), ("gpu_ecc_corrected", "corrected")):
-            # Totals since the driver was loaded. Uncorrected ones from before the run matter, too.
-            first = self._first_errors.setdefault((rank, name), gauges[name]) if name in gauges else 0.0
-            if kind == "uncorrected" and first:
-                yield name, f"has {first:.0f} uncorrected ECC errors of its memory from before the run; check it"
-            if (new := gauges.get(name, 0.0) - first) > 0:
-                yield f"{name} new", f"has {new:.0f} new {kind} ECC error{'s' if new > 1 else ''} of its memory"
+        ranks: dict[str, dict[int, str]] = {}
+        for notice in (interval.notice for interval in report.ranks):
+            for text in _facts(notice.gauges):
+                if (notice.rank, text) not in self._said:
+                    self._said.add((notice.rank, text))
+                    ranks.setdefault(text, {})[notice.rank] = notice.host
+        return [_line(who, text) for text, who in ranks.items()]
 
 
 def last_words(before: RankNotice, last: RankNotice) -> list[str]:
     """Return the errors that a rank's GPU had between two notices, of those that end ranks."""
-    known, who = {key for key, _ in _errors(before.gauges)}, _gpus([(last.rank, last.host)])
-    return [f"{who} {text}" for key, text in _errors(last.gauges) if key not in known]
+    known = [*_errors(before.gauges)]
+    return [_line({last.rank: last.host}, text) for text in _errors(last.gauges) if text not in known]
 
 
-def _errors(gauges: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+def _facts(gauges: Mapping[str, float]) -> Iterator[str]:
+    yield from _errors(gauges)
+    for name, reason in THROTTLE_REASONS.values():
+        if gauges.get(f"gpu_throttled_{name}"):
+            yield f"throttled by {reason}"
+    if errors := gauges.get("gpu_ecc_uncorrected"):
+        yield f"uncorrected ECC errors of its memory since its driver started: {errors:.0f}; check it"
+
+
+def _errors(gauges: Mapping[str, float]) -> Iterator[str]:
     if gauges.get("gpu_lost"):
-        yield "lost", "no longer answers its driver; check it with nvidia-smi and restart its host"
+        yield "no longer answers its driver; check it with nvidia-smi and restart its host"
     if xids := gauges.get("gpu_xid_errors"):
         number = int(gauges.get("gpu_last_xid", 0))
         meaning = f" ({_XIDS[number]})" if number in _XIDS else ""
-        yield f"xid {xids}", f"reports Xid error {number}{meaning}"
+        yield f"Xid error {number}{meaning}, number {xids:.0f} of this run"
 
 
-def _gpus(ranks: list[tuple[int, str]]) -> str:
-    hosts = list(dict.fromkeys(host for _, host in ranks))
-    if len(ranks) == 1:
-        return f"the GPU of rank {ranks[0][0]} on {hosts[0]}"
-    names = ", ".join(str(rank) for rank, _ in ranks[:_MOST_RANKS])
-    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
-    others = f" and {len(hosts) - 1} more hosts" if len(hosts) > 2 else f" and {hosts[1]}" if len(hosts) == 2 else ""
-    return f"each GPU of ranks {names}{more} on {hosts[0]}{others}"
+def _line(hosts: Mapping[int, str], text: str) -> str:
+    return f"GPU of {named_ranks([*hosts])} on {listed([*dict.fromkeys(hosts.values())], _MOST_HOSTS)}: {text}"

@@ -32,7 +32,6 @@ import torch
 from torch.profiler import ProfilerAction, profile
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.formatting import counted
 from lockstep.core.phase_clock import Phase
 from lockstep.core.processes import waited_for_core
 from lockstep.core.records import Request
@@ -44,13 +43,11 @@ from lockstep.monitor.trace_requests import (
     TRACE_SUFFIX,
     RequestWatch,
     Span,
-    TraceAnswer,
     TraceOptions,
     TraceRequest,
     next_free,
     options_of,
     spans_of,
-    write_answer,
 )
 
 if TYPE_CHECKING:
@@ -124,8 +121,11 @@ class Profiler:
     def see(self, report: StepReport) -> None:
         """Plan what a rank has requested; the same on all ranks."""
         if Request.PROFILE in report.requests:
-            request = TraceRequest.of_record(json.loads(self._world.notices.announced()))
-            self._answer(self._plan(report.step, request))
+            request = TraceRequest.decode(self._world.notices.announced())
+            span = next_free(report.step, request, [planned for planned, _ in self._planned])
+            self._planned = sorted([*self._planned, (span, request.options)], key=lambda item: item[0].first)
+            if self._watch is not None:
+                self._watch.is_busy = False
 
     def updated(self, steps: int) -> None:
         """Start, step or end the profiler, after `steps` updates of the run."""
@@ -151,35 +151,18 @@ class Profiler:
         if self._recording is not None:
             self._end()
 
-    def _plan(self, step: int, request: TraceRequest) -> TraceAnswer:
-        options, size = request.options, self._world.size
-        ranks = tuple(range(size)) if options.ranks is None else options.ranks
-        missing = [rank for rank in ranks if rank >= size]
-        if missing:
-            return TraceAnswer(request.name, refusal=f"the run has {counted(size, 'rank')}, and no rank {missing[0]}")
-        span = next_free(step, request, [planned for planned, _ in self._planned])
-        self._planned = sorted([*self._planned, (span, options)], key=lambda item: item[0].first)
-        return TraceAnswer(request.name, span.first, span.last, ranks)
-
-    def _answer(self, answer: TraceAnswer) -> None:
-        if self._watch is not None:
-            self._attempt(lambda: write_answer(self._folder, answer))
-            self._watch.answered(answer.name)
-
     def _announce(self, request: TraceRequest) -> None:
         """Announce a request to all ranks, then make it known in the vote."""
-        self._world.notices.announce(json.dumps(request.record()).encode())
+        self._world.notices.announce(request.encode())
         self._requested = True
 
     def _end(self) -> None:
         recording, self._recording = self._recording, None
         trace = recording.ended() if recording is not None else None
-        if trace is not None and self._is_own():
-            self._attempt(lambda: _write_trace(trace, self._folder / PROFILE))
-
-    def _attempt(self, write: Callable[[], None]) -> None:
+        if trace is None or not self._is_own():
+            return
         try:
-            write()
+            _write_trace(trace, self._folder / PROFILE)
         except Exception as error:
             _log.warning("a trace can't be written: %s; the run continues without it", error)
 

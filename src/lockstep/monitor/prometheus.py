@@ -8,28 +8,23 @@ lockstep_rank_gpu_temperature{run="digits",rank="3",host="node1"} 71
 
 from __future__ import annotations
 
-import errno
 import logging
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.records import EvaluationReport, Request, RestartReport, RunInfo, SaveReport, StepReport
+from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport
 from lockstep.monitor.goodput import goodput
 from lockstep.monitor.meters import Throughput, model_flops_utilization
 from lockstep.monitor.metric_log import Logged
-from lockstep.monitor.monitors import EpochReport, ReportWriter
+from lockstep.monitor.monitors import ReportWriter
 from lockstep.monitor.rank_meters import MeterReport
 
 if TYPE_CHECKING:
     from lockstep.config.schema import PrometheusConfig
 
 _log = logging.getLogger("lockstep.monitor")
-_OTHER_ADDRESS = (
-    "monitor.prometheus.address to an address of this host, such as 127.0.0.1 (this host alone) or 0.0.0.0 (all of its "
-    "interfaces)"
-)
 _END_S = 2.0  # for the server's thread
 _UNNAMED = re.compile(r"[^a-zA-Z0-9_]")
 
@@ -65,15 +60,9 @@ class PrometheusEndpoint(ReportWriter):
         try:
             self._server, self._thread = start_http_server(port, address, registry)
         except (OSError, ValueError) as error:
-            _log.warning(
-                "monitor.prometheus: port %d of %s can't be served (%s); the run continues without; set %s",
-                port,
-                address,
-                _reason(error),
-                "another monitor.prometheus.port" if _is_of_port(error) else _OTHER_ADDRESS,
-            )
-
-    def restarted(self, report: RestartReport) -> None: ...
+            reason = error.strerror if isinstance(error, OSError) else error
+            text = "port %d of %s can't be served (%s); set another monitor.prometheus.port or address"
+            _log.warning(f"monitor.prometheus: {text}; the run continues without", port, address, reason)
 
     def see(self, report: StepReport) -> Iterable[Request]:
         self._throughput.add(report)
@@ -88,8 +77,6 @@ class PrometheusEndpoint(ReportWriter):
     def saved(self, report: SaveReport) -> None:
         if report.failure is None:
             self._saved = report.step
-
-    def epoch(self, report: EpochReport) -> None: ...
 
     def logged(self, step: int, logged: Logged) -> None:
         self._logged = {**self._logged, **logged.values}
@@ -152,14 +139,6 @@ class PrometheusEndpoint(ReportWriter):
             yield "lockstep_logged", "logged by user code", {"name": name}, value
         if self._meters is not None:
             yield from _rank_values(self._meters)
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def _is_of_port(error: OSError | ValueError) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES)
 
 
 def _efficiency(info: RunInfo | None, tokens_per_second: float) -> Iterator[tuple[str, str, dict[str, str], float]]:

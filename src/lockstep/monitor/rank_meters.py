@@ -24,7 +24,7 @@ import socket
 import statistics
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -254,7 +254,7 @@ class RankMeters:
 
     Args:
         step: Returns the number of the run's updates.
-        gauges: Returns the latest values; one that fails otherwise than by an OSError is left out from then on.
+        gauges: Return the latest values; an OSError passes, and one that fails otherwise is left out from then on.
     """
 
     def __init__(
@@ -271,7 +271,6 @@ class RankMeters:
         self._rank = rank
         self._step = step
         self._gauges = list(gauges)
-        self._failing: set[Gauges] = set()
         self._process = process
         self._host = socket.gethostname()
         self._times = UpdateTimes()
@@ -284,16 +283,11 @@ class RankMeters:
         for gauge in list(self._gauges):
             try:
                 values.update(gauge())
-                self._failing.discard(gauge)
+            except OSError:  # what it reads may be there again, such as the folder of a run
+                continue
             except Exception as error:
-                passes = isinstance(error, OSError)  # what it reads may be there again, such as the folder of a run
-                if not passes:
-                    self._gauges.remove(gauge)
-                if gauge not in self._failing:
-                    until = "until it can read them" if passes else "from now on"
-                    text = f"{type(error).__name__}: {error}"
-                    _log.warning("values of a meter of rank %d are missing %s: %s", self._rank, until, text)
-                self._failing.add(gauge)
+                self._gauges.remove(gauge)
+                _log.warning("values of a meter of rank %d are missing from now on: %r", self._rank, error)
         return RankNotice(
             self._rank,
             self._host,
@@ -319,13 +313,13 @@ class MeterFiles:
         interval: Seconds between two lines.
 
     Attributes:
-        reports: Those that the monitors haven't seen yet.
+        show: Receives the report of each interval, in the meters' thread.
         file: ranks.jsonl.
     """
 
     def __init__(self, folder: Path, board: NoticeBoard, interval: float, ranks: int) -> None:
         self.file = LineFile(folder / RANKS)
-        self.reports: deque[MeterReport] = deque(maxlen=100)
+        self.show: Callable[[MeterReport], object] = lambda report: None
         self._folder = folder
         self._live = folder / LIVE
         self._holder = lock_holder(folder)
@@ -335,11 +329,6 @@ class MeterFiles:
         self._changed = [0.0] * ranks  # when a rank's notice was another than before
         self._before: dict[int, RankNotice] = {}  # at the last interval's end
         self._began = time.monotonic()
-
-    @property
-    def files(self) -> tuple[LineFile, ...]:
-        """ranks.jsonl."""
-        return (self.file,)
 
     def look(self, *, last: bool = False) -> None:
         """Read the notices, and write them; a line if the interval is over, or it is the last look.
@@ -364,8 +353,8 @@ class MeterFiles:
         if last or now - self._began >= self._interval:
             self._began, self._before = now, notices
             if any(rank.updates for rank in ranks):
-                self.reports.append(report)
-                self._append(report)
+                self.show(report)
+                self.file.write(line(_columns(report)))
 
     def close(self) -> None:
         """Remove live.json: the run has ended."""
@@ -376,10 +365,6 @@ class MeterFiles:
 
     def _is_own(self) -> bool:
         return lock_holder(self._folder) == self._holder
-
-    def _append(self, report: MeterReport) -> None:
-        if not self.file.write(line(_columns(report))) and self.file.lost == 1:
-            _log.warning("can't write %s: %s; the run continues without those lines", self.file.path, self.file.reason)
 
     def _write_live(self, report: MeterReport) -> None:
         text = json.dumps(finite(_live(report)), allow_nan=False)

@@ -22,11 +22,14 @@ from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, ReportWriter
 from lockstep.monitor.rank_meters import MeterReport, meter_values
 
+_SECONDS_BETWEEN_POINTS = 0.1
 _log = logging.getLogger("lockstep.monitor")
 
 
 class TrackerMonitor(ReportWriter):
-    """Turns reports into scalars, histograms and texts under the names that TensorBoard's files have.
+    """Turns reports into scalars, histograms, texts, images and tables, under the same names for all trackers.
+
+    At most ten points a second are recorded: more can't be seen, and metrics.jsonl has them all.
 
     Args:
         name: of the tracker among those of the run.
@@ -46,6 +49,7 @@ class TrackerMonitor(ReportWriter):
         self._file = Path(run.folder) / f"{re.sub(r'[^A-Za-z0-9_]+', '-', name)}.json"
         self._throughput = Throughput()
         self._facts: RunInfo | None = None
+        self._next_seconds = 0.0
 
     def start(self, info: RunInfo) -> None:
         self._facts = info
@@ -61,16 +65,17 @@ class TrackerMonitor(ReportWriter):
     def see(self, report: StepReport) -> Iterable[Request]:
         self._throughput.add(report)
         self._pending = report
-        if report.step == 1 or report.step % self._every == 0 or not report.kept:
+        is_point = report.step % self._every == 0 and report.seconds >= self._next_seconds
+        if report.step == 1 or is_point or not report.kept:
             self._record()
         return ()
 
     def _record(self) -> None:
         """Record the last update, unless that was done."""
         report, self._pending = self._pending, None
-        if report is None:
-            return
-        self._tracker.scalars(report.step, update_values(report, self._throughput.moving, self._facts))
+        if report is not None:
+            self._next_seconds = report.seconds + _SECONDS_BETWEEN_POINTS
+            self._tracker.scalars(report.step, update_values(report, self._throughput.moving, self._facts))
 
     def evaluated(self, report: EvaluationReport) -> Iterable[Request]:
         self._throughput.pause(report.step, report.seconds)

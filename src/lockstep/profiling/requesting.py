@@ -1,89 +1,60 @@
 """Asks a run that trains for traces of its next updates, from any host that shares its folder.
 
-request.json --> the run's answer: updates 24 to 26, ranks 0 and 3 --> their files, one after the other
+RUN/profile/request.json --> the run takes it --> a new file of each rank, one after the other
 """
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from lockstep.core.errors import RunFailed
-from lockstep.monitor.attempts import holder_may_live, launched
-from lockstep.monitor.folder import ATTEMPTS, held_by
-from lockstep.monitor.rank_meters import LIVE
-from lockstep.monitor.trace_requests import (
-    PROFILE,
-    REQUEST,
-    TRACE_SUFFIX,
-    TraceAnswer,
-    TraceOptions,
-    TraceRequest,
-    read_answer,
-)
+from lockstep.core.formatting import counted
+from lockstep.monitor.attempts import is_running, read_attempts
+from lockstep.monitor.trace_requests import PROFILE, REQUEST, TRACE_SUFFIX, TraceOptions, TraceRequest
 
 _POLL_S = 0.2
-_STALE_S = 60.0
 _GRACE_S = 5.0  # for files of a run that has ended
 
 
-def is_running(run: Path) -> bool:
-    """Return whether a run trains: here by its lock, elsewhere by its live.json, which changes every 2 s."""
-    if held_by(run) is not None:
-        return True
-    with suppress(OSError):
-        return time.time() - (run / LIVE).stat().st_mtime < _STALE_S and holder_may_live(run)
-    return False
-
-
-def request_traces(
-    run: Path, steps: int, options: TraceOptions, seconds: float, show: Callable[[TraceAnswer], None]
-) -> list[Path]:
+def request_traces(run: Path, steps: int, options: TraceOptions, seconds: float) -> list[Path]:
     """Let a run that trains record its next updates, and return the files.
 
     Args:
-        seconds: To wait for the answer, and then again for the files.
-        show: Receives the answer.
+        seconds: To wait for them.
 
     Raises:
-        RunFailed: The run refuses, ends meanwhile, or doesn't answer in time.
+        RunFailed: It hasn't such ranks, ends meanwhile, or the files don't come in time.
     """
-    request = TraceRequest(uuid.uuid4().hex, steps, 1, options)
-    if not _has_begun(run):  # it would move a request away with earlier files
+    attempts = read_attempts(run)
+    if not attempts:
         raise RunFailed(f"the run in {run} has not begun its first update: ask again when it trains")
-    path = run / PROFILE / REQUEST
-    _write(path, request)
+    size = int(attempts[-1].number("ranks") or 1)
+    ranks = range(size) if options.ranks is None else options.ranks
+    if missing := [rank for rank in ranks if rank >= size]:
+        raise RunFailed(f"{run} records no trace: the run has {counted(size, 'rank')}, and no rank {missing[0]}")
+    before = {rank: _newest(run, rank) for rank in ranks}
+    request = run / PROFILE / REQUEST
+    _write(request, TraceRequest(steps, 1, options).encode())
     try:
-        answer = _answer(run, request.name, seconds)
+        return _wait_for_files(run, before, seconds)
     finally:
-        if _is_of(path, request.name):
-            path.unlink(missing_ok=True)
-    if answer.refusal is not None:
-        raise RunFailed(f"{run} records no trace: {answer.refusal}")
-    show(answer)
-    return _files(run, answer, seconds)
+        request.unlink(missing_ok=True)
 
 
-def _has_begun(run: Path) -> bool:
-    """Return whether the last launch has recorded its attempt, or its meters since."""
-    start = launched(run)  # not known without a lock
-    for name in (ATTEMPTS, LIVE):
-        with suppress(OSError):
-            if not (run / name).stat().st_mtime < start:
-                return True
-    return False
+def _newest(run: Path, rank: int) -> tuple[int, Path] | None:
+    """Return when the newest trace of a rank was written, and its file; None: there is none."""
+    files = (run / PROFILE).glob(f"rank{rank}.*{TRACE_SUFFIX}")
+    return max(((file.stat().st_mtime_ns, file) for file in files), default=None)
 
 
-def _write(path: Path, request: TraceRequest) -> None:
+def _write(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(exist_ok=True)
-        part = path.with_name(f"{request.name}.part")
-        part.write_text(json.dumps(request.record()) + "\n")
+        part = path.with_name(f"{uuid.uuid4().hex}.part")
+        part.write_bytes(content)
         try:
             os.link(part, path)
         finally:
@@ -94,43 +65,22 @@ def _write(path: Path, request: TraceRequest) -> None:
         raise RunFailed(f"can't write {path}: {error.strerror}") from error
 
 
-def _is_of(path: Path, name: str) -> bool:
-    try:
-        return name in path.read_text()
-    except OSError:
-        return False
-
-
-def _answer(run: Path, name: str, seconds: float) -> TraceAnswer:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        running = is_running(run)
-        answer = read_answer(run)
-        if answer is not None and answer.name == name:
-            return answer
-        if not running:
-            raise RunFailed(f"the run in {run} has ended without an answer")
-        time.sleep(_POLL_S)
-    raise RunFailed(
-        f"the run in {run} hasn't answered in {seconds:.0f} s: its updates are slower, it hangs, or it was killed on "
-        "another host; read live.json and logs/ in its folder, or wait longer with --timeout"
-    )
-
-
-def _files(run: Path, answer: TraceAnswer, seconds: float) -> list[Path]:
-    files = {rank: run / PROFILE / f"rank{rank}.{answer.first}{TRACE_SUFFIX}" for rank in answer.ranks}
+def _wait_for_files(run: Path, before: dict[int, tuple[int, Path] | None], seconds: float) -> list[Path]:
     deadline, ended = time.monotonic() + seconds, None
-    while missing := [rank for rank, file in files.items() if not file.is_file()]:
+    while True:
         now = time.monotonic()
         if ended is None and not is_running(run):
             ended = now
+        newest = {rank: _newest(run, rank) for rank in before}
+        missing = [rank for rank, trace in newest.items() if trace == before[rank]]
+        if not missing:
+            return [trace[1] for trace in newest.values() if trace is not None]
         names = ", ".join(map(str, missing))
         if ended is not None and now - ended > _GRACE_S:
-            raise RunFailed(f"the run in {run} has ended before rank {names} recorded update {answer.first:,}")
+            raise RunFailed(f"the run in {run} has ended before rank {names} recorded a trace")
         if now > deadline:
             raise RunFailed(
-                f"no trace of rank {names} in {run / PROFILE} after {seconds:.0f} s: if its host doesn't share the "
-                "folder, it is there on that host; if the run was started again, ask again; else raise --timeout"
+                f"no trace of rank {names} in {run / PROFILE} after {seconds:.0f} s: the run hangs, is slow, "
+                "or that rank's host doesn't share the folder; see lockstep top, or wait longer with --timeout"
             )
         time.sleep(_POLL_S)
-    return list(files.values())

@@ -19,13 +19,12 @@ from lockstep.monitor.attempts import (
     Attempt,
     Planned,
     attempt_id,
-    attempts_in,
     attempts_text,
     by_host,
-    content_of,
     facts_of,
     last_sign,
     launched,
+    read_attempts,
 )
 from lockstep.monitor.folder import RunFolder
 from lockstep.optim.precision import products_in, resolve_compute
@@ -116,14 +115,12 @@ class EarlierAttempts:
 
     attempts: tuple[Attempt, ...]
     ended: float
-    content: bytes = b""  # of attempts.jsonl
 
     @classmethod
     def of(cls, run: Path) -> EarlierAttempts:
         """Read those of a folder, before its history is rewound."""
-        content = content_of(run)
-        attempts = attempts_in(content)
-        return cls(attempts, last_sign(run) if attempts else float("nan"), content)
+        attempts = read_attempts(run)
+        return cls(attempts, last_sign(run) if attempts else float("nan"))
 
 
 NO_ATTEMPTS = EarlierAttempts((), float("nan"))
@@ -164,7 +161,7 @@ def record_attempt(
         {**facts_of(info), **sizes},  # the launcher looks at them when memory has run out
         Planned(held.parameters, held.gradients, held.optimizer, plan.sent, plan.bubble),
     )
-    RunFolder.open(run).write_attempts(attempts_text((*earlier.attempts, attempt), earlier.content))
+    RunFolder.open(run).write_attempts(attempts_text((*earlier.attempts, attempt)))
     if memory is not None:
         note_attempt(memory, run)
     return attempt_id(len(earlier.attempts) + 1, attempt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,18 +13,17 @@ from lockstep.config.writing import to_public
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import Request
-from lockstep.core.tracking import TrackedRun
+from lockstep.core.tracking import TrackedRun, Tracker
 from lockstep.distributed.collective_meter import CollectiveMeter
 from lockstep.distributed.memory import memory_gauges
 from lockstep.monitor import history
-from lockstep.monitor.background import END_S, BackgroundMonitor
 from lockstep.monitor.console import Console
 from lockstep.monitor.events import EventLog
 from lockstep.monitor.folder import TRACKERS, RunFolder
 from lockstep.monitor.host_gauges import host_gauges
 from lockstep.monitor.jsonl import finite
 from lockstep.monitor.metric_log import MetricLog, collected
-from lockstep.monitor.monitors import Monitors
+from lockstep.monitor.monitors import BackgroundWriter, Monitors, ReportWriter
 from lockstep.monitor.nvidia import gpu_gauges
 from lockstep.monitor.prometheus import PrometheusEndpoint
 from lockstep.monitor.rank_meters import MeterFiles, MeterThread, RankMeters
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from lockstep.config.schema import Config
     from lockstep.core.records import RunInfo, StepReport
-    from lockstep.monitor.monitors import Monitors
     from lockstep.training.checkpoints import Checkpoints
     from lockstep.training.job import Job
     from lockstep.training.session import Session
@@ -147,37 +146,30 @@ def refuse_missing_packages(config: Config) -> None:
 def make_monitors(job: Job, folder: Path, checkpoints: Checkpoints, meters: Meters) -> Monitors:
     """Return the monitors of the first rank, and make their files the history that checkpoints refer to."""
     options, run_folder = job.config.monitor, RunFolder.open(folder)
-    writers: list[EventLog | TensorBoard] = [EventLog(run_folder.metrics, options.every)]
+    public, environment = finite(to_public(job.config)), checkpoints.environment
+
+    def tracked(name: str, tracker: Tracker, own_folder: Path) -> ReportWriter:
+        run = TrackedRun(checkpoints.run, job.recipe, str(own_folder), public, environment)
+        return TrackerMonitor(tracker, name, run, lambda step: f"{checkpoints.place}/step-{step:08d}", options.every)
+
+    log = EventLog(run_folder.metrics, options.every)
+    files, writers = [*log.files], [BackgroundWriter(log)]
     if options.tensorboard:
-        writers.append(TensorBoard(run_folder.tensorboard, options.every))
-    endpoints = [PrometheusEndpoint(options.prometheus)] if options.prometheus is not None else []
-    threads = [BackgroundMonitor(writer, options.every) for writer in (*writers, *endpoints)]
-    console = Console(options.every, options.progress)
-    files = [meters.files] if meters.files is not None else []
-    checkpoints.history = history.HistoryFiles([*writers, *files], [thread.drain for thread in threads])
-    reports = meters.files.reports if meters.files is not None else None
-    trackers = _tracker_monitors(job, folder, checkpoints)  # the end of a run waits for their network, last
-    return Monitors([*threads, console, *trackers], user_monitors(job.config, job.given), reports)
-
-
-def _tracker_monitors(job: Job, folder: Path, checkpoints: Checkpoints) -> list[BackgroundMonitor]:
-    """Return the monitors of the run's trackers, each with a thread of its own."""
-    every = job.config.monitor.every
-    run = TrackedRun(
-        checkpoints.run,
-        job.recipe,
-        str(folder / TRACKERS),
-        finite(to_public(job.config)),
-        checkpoints.environment,
-    )
-
-    def reference(step: int) -> str:
-        return f"{checkpoints.place}/step-{step:08d}"
-
-    return [
-        BackgroundMonitor(TrackerMonitor(tracker, name, run, reference, every), every, END_S, name=f"tracker {name}")
-        for name, tracker in user_trackers(job.config, job.given).items()
-    ]
+        board = TensorBoard(run_folder.tensorboard)
+        files += board.files
+        writers.append(BackgroundWriter(tracked("tensorboard", board, run_folder.tensorboard), name="TensorBoard"))
+    if options.prometheus is not None:
+        writers.append(BackgroundWriter(PrometheusEndpoint(options.prometheus)))
+    if meters.files is not None:
+        files.append(meters.files.file)
+    checkpoints.history = history.HistoryFiles(files, [writer.drain for writer in writers])
+    writers.append(BackgroundWriter(Console(options.every, options.progress), math.inf))  # its reader is waited for
+    for name, tracker in user_trackers(job.config, job.given).items():
+        writers.append(BackgroundWriter(tracked(name, tracker, folder / TRACKERS), name=f"tracker {name}"))
+    monitors = Monitors(writers, user_monitors(job.config, job.given), options.every)
+    if meters.files is not None:
+        meters.files.show = monitors.measured
+    return monitors
 
 
 @contextmanager
