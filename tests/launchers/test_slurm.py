@@ -192,7 +192,7 @@ def test_the_doctor_measures_between_nodes(slurm: Cluster, tmp_path: Path) -> No
     done = run_lockstep(*words, cwd=tmp_path, **cache)
     assert done.returncode == 0, (done, slurm.logs())
     assert "4 ranks on 2 hosts (n1, n2), gloo on cpu" in done.stdout
-    assert "8 operations gave the right values on all ranks" in done.stdout
+    assert "6 operations gave the right values on all ranks" in done.stdout
     assert re.search(r"^0-2 ", done.stdout, re.MULTILINE)
     alone = run_lockstep("launch", "slurm", "--follow", "doctor", cwd=tmp_path, **cache)
     assert alone.returncode == 0, (alone, slurm.logs())

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 85_418
+MOST_LINES = 85_423
 MOST_FILES = 472
-MOST_CODE = 50_366
+MOST_CODE = 50_373
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
-LARGER_PACKAGES = {"training": 10_217, "monitor": 5_771}
+LARGER_PACKAGES = {"training": 10_219, "monitor": 5_774}
 MOST_SMALL_FILES = 7
 """Files of less than 60 lines, an `__init__` aside, that one other file imports."""
 MOST_IN_CIRCLES = {

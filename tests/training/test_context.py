@@ -322,7 +322,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**text(context=2), "run": {"steps": 8, "determinism": "invariant"}},
         "with parallel.context 2 take deterministic",
     ),
-    "a mesh that doesn't multiply out": (text(context=3), "start 3 ranks"),
+    "a mesh that doesn't multiply out": (text(context=3), "Start 3 ranks"),
 }
 
 

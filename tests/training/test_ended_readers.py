@@ -147,8 +147,8 @@ def test_a_run_starts_over_where_its_records_cant_be_deleted(tmp_path: Path) -> 
 )
 def test_ends_while_a_sample_is_read(exitcode: int, kind: FailureKind) -> None:
     end = while_reading(end_of_process(exitcode, 0.0), Reading((7,)))
-    assert (end.kind, end.samples, end.reading) == (kind, (7,), "sample 7")
-    assert end.text
+    assert (end.kind, end.samples) == (kind, (7,))
+    assert "sample 7" in end.text
     assert "data.leave_out='[[7, 7]]'" in advice_on_samples(end)
 
 

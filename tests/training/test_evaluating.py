@@ -240,7 +240,7 @@ class Unreadable:
     ("arguments", "message"),
     [
         ({"samples": 0}, r"^data\.evaluation\.held: the dataset is empty"),
-        ({"samples": 80, "bad": 0}, r"^data\.evaluation\.held: sample 0 can't be read.* training samples only$"),
+        ({"samples": 80, "bad": 0}, r"^data\.evaluation\.held: sample 0 can't be read.* for training"),
     ],
 )
 def test_a_set_that_can_not_be_read_is_named_before_training(arguments: dict[str, int], message: str) -> None:

@@ -143,7 +143,7 @@ def _local(tensor: Any) -> Any:
         ),
         (
             {"parallel": {"strategy": "ddp", "shard": 2}},
-            "parallel.shard: ddp shards nothing; fsdp with FULL_SHARD does, or leave parallel.shard out",
+            "parallel.shard: ddp shards nothing; leave parallel.shard out",
         ),
     ],
 )  # fmt: skip

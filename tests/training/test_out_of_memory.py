@@ -81,7 +81,7 @@ def sentence(done: Done) -> str:
         ),
         pytest.param(
             ["--data.train.arguments.bad=9", "--data.train.arguments.memory=true", "--data.loader.workers=1"],
-            rf"while samples? .*\b9\b.* (was|were) read: {FREE}\. Set batch\.micro_size to 4 \(it is 8\)\. "
+            rf"while reading samples? .*\b9\b.*: {FREE}\. Set batch\.micro_size to 4 \(it is 8\)\. "
             r"If that is not "
             r"enough: set data\.loader\.workers below 1, .*",
             id="a data worker",

@@ -16,6 +16,7 @@ from kit.worlds import free_port
 import lockstep
 from lockstep import log
 from lockstep.extend import TrackedRun, Tracker
+from lockstep.monitor.monitors import BackgroundWriter
 
 CALLS = ("start", "scalars", "histograms", "texts", "images", "tables", "checkpoint", "rolled_back", "finish")
 BOUND_S = 0.4
@@ -98,7 +99,9 @@ def _server_refuses() -> None:
 
 @pytest.fixture
 def bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.training.monitoring.END_S", BOUND_S)
+    monkeypatch.setattr(
+        BackgroundWriter.__init__, "__defaults__", (BOUND_S, *BackgroundWriter.__init__.__defaults__[1:])
+    )
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

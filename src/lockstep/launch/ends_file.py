@@ -138,7 +138,7 @@ def gist(text: str) -> str:
         raised = next((line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")), "")
         lines[0] = raised if starts[0] == 0 else f"{lines[0]} {raised}"
     elif lines[0].endswith(":"):
-        lines[0] = f"{lines[0]} {'; '.join(line.strip() for line in lines[1:] if line.strip())}"
+        lines[0] = f"{lines[0]} {'; '.join(line.strip() for line in lines[1:] if line.strip())}".rstrip()
     return lines[0][:_LONGEST]
 
 

@@ -80,8 +80,8 @@ class LaunchResult:
                 return failure(self.text or "stopped", kind=self.kind)
         if self.is_traceback:
             print_on_stderr(self.text)
-            rank, _, raised = self.text.partition("Traceback (")
-            reason = f"{rank.strip()} {raised.splitlines()[-1]}"
+            rank, last = self.text.partition("Traceback (")[0], self.text.rpartition("Traceback (")[2]
+            reason = f"{rank.strip()} {next(line for line in last.splitlines()[1:] if not line.startswith(' '))}"
         return RunFailed(f"{reason}; each rank's output is in {self.logs}" if self.logs else reason, kind=self.kind)
 
 

@@ -22,29 +22,32 @@ from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, ReportWriter
 from lockstep.monitor.rank_meters import MeterReport, meter_values
 
-_SECONDS_BETWEEN_POINTS = 0.1
 _log = logging.getLogger("lockstep.monitor")
 
 
 class TrackerMonitor(ReportWriter):
     """Turns reports into scalars, histograms, texts, images and tables, under the same names for all trackers.
 
-    At most ten points a second are recorded: more can't be seen, and metrics.jsonl has them all.
-
     Args:
         name: of the tracker among those of the run.
         run: without the identifier of an earlier attempt, which is read from its folder.
         checkpoint: returns the path or address of the checkpoint of a step.
-        every: steps between points.
+        every, seconds: between points: steps, and at least seconds.
     """
 
     def __init__(
-        self, tracker: Tracker, name: str, run: TrackedRun, checkpoint: Callable[[int], str], every: int
+        self,
+        tracker: Tracker,
+        name: str,
+        run: TrackedRun,
+        checkpoint: Callable[[int], str],
+        every: int,
+        seconds: float = 0.0,
     ) -> None:
         self._tracker = tracker
         self._run = run
         self._checkpoint = checkpoint
-        self._every = every
+        self._every, self._seconds = every, seconds
         self._pending: StepReport | None = None
         self._file = Path(run.folder) / f"{re.sub(r'[^A-Za-z0-9_]+', '-', name)}.json"
         self._throughput = Throughput()
@@ -74,7 +77,7 @@ class TrackerMonitor(ReportWriter):
         """Record the last update, unless that was done."""
         report, self._pending = self._pending, None
         if report is not None:
-            self._next_seconds = report.seconds + _SECONDS_BETWEEN_POINTS
+            self._next_seconds = report.seconds + self._seconds
             self._tracker.scalars(report.step, update_values(report, self._throughput.moving, self._facts))
 
     def evaluated(self, report: EvaluationReport) -> Iterable[Request]:

@@ -148,16 +148,18 @@ def make_monitors(job: Job, folder: Path, checkpoints: Checkpoints, meters: Mete
     options, run_folder = job.config.monitor, RunFolder.open(folder)
     public, environment = finite(to_public(job.config)), checkpoints.environment
 
-    def tracked(name: str, tracker: Tracker, own_folder: Path) -> ReportWriter:
+    def tracked(name: str, tracker: Tracker, own_folder: Path, seconds: float = 0.0) -> ReportWriter:
         run = TrackedRun(checkpoints.run, job.recipe, str(own_folder), public, environment)
-        return TrackerMonitor(tracker, name, run, lambda step: f"{checkpoints.place}/step-{step:08d}", options.every)
+        place = checkpoints.place
+        return TrackerMonitor(tracker, name, run, lambda step: f"{place}/step-{step:08d}", options.every, seconds)
 
     log = EventLog(run_folder.metrics, options.every)
     files, writers = [*log.files], [BackgroundWriter(log)]
     if options.tensorboard:
         board = TensorBoard(run_folder.tensorboard)
         files += board.files
-        writers.append(BackgroundWriter(tracked("tensorboard", board, run_folder.tensorboard), name="TensorBoard"))
+        writer = tracked("tensorboard", board, run_folder.tensorboard, 0.1)  # more points a second can't be seen
+        writers.append(BackgroundWriter(writer, name="TensorBoard"))
     if options.prometheus is not None:
         writers.append(BackgroundWriter(PrometheusEndpoint(options.prometheus)))
     if meters.files is not None:
