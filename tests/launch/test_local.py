@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ENDS = [
     ("all done", ["return:0", "return:0"], 0, [], ["rank"]),
-    ("own code", ["sleep:30", "return:3"], 3, ["rank 1 ended with exit code 3"], ["Traceback"]),
+    ("own code", ["sleep:30", "return:5"], 1, ["rank 1 ended with exit code 5"], ["Traceback"]),
     ("exits", ["sleep:30", "exit:7"], 1, ["rank 1 ended with exit code 7"], ["Traceback"]),
     ("exits with a message", ["sleep:30", "quit:enough"], 1, ["rank 1: enough"], ["Traceback"]),
     ("exception", ["sleep:30", "raise:boom"], 1, ["rank 1 failed:", "ValueError: boom"], ["rank 0", "launch/rank.py"]),
