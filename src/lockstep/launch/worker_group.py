@@ -288,6 +288,7 @@ def watch(
         _enforce(living, deadlines, _grace(ends))
         if hosts is not None:
             _give_up_others([member.ended for member in members], hosts, deadlines, patience, stops)
+    ends = ends if hosts is None else {**hosts.ends, **ends}  # a host may have been given up since
     return [end for _, end in sorted(ends.items())]
 
 
