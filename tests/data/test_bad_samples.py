@@ -79,7 +79,9 @@ def test_reasons_have_the_exception_and_its_line() -> None:
 
 def test_samples_that_can_be_read_but_not_together_are_named_and_not_left_out() -> None:
     loader = make_loader(SkippingSource(Bad()), global_size=12, micro_size=12, shuffle=False)
-    with pytest.raises(RunFailed, match="not put into one batch: ValueError: sizes differ"):
+    with pytest.raises(
+        RunFailed, match="sample 8 can be read, but not put into one batch with others: ValueError: sizes differ"
+    ):
         next(loader.updates(Progress()))
 
 

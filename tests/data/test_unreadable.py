@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from index_sources import IndexSource, make_loader
 
 from lockstep.config.data_sections import BadSamples
-from lockstep.core.errors import RunFailed, Stopped
+from lockstep.core.errors import RunFailed, Stopped, UnusableSamples
 from lockstep.core.out_of_memory import error_location
 from lockstep.core.planted import UnreadableSamples, plant_unreadable
 from lockstep.core.progress import Progress
@@ -136,6 +137,19 @@ def test_an_error_of_the_whole_batch_is_reported_as_that() -> None:
     source = Failing(3, lambda call: ValueError("sizes differ") if call in (1, 5) else None)
     with pytest.raises(RunFailed, match="samples 0, 1, 2 can each be read, but not put into one batch: ValueError"):
         first_update(source)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("odd", [0, 2])
+def test_the_sample_whose_shape_is_another_is_named(odd: int, workers: int) -> None:
+    items: list[Any] = [(torch.zeros(2), 1)] * 4
+    items[odd] = (torch.zeros(3), 1)
+    loader = make_loader(adapt_dataset(items), shuffle=False, global_size=4, micro_size=4, workers=workers)
+    message = f"sample {odd} can be read, but not put into one batch with others: RuntimeError: "
+    with pytest.raises(UnusableSamples, match=re.escape(message)) as raised:
+        next(loader.updates(Progress()))
+    assert raised.value.samples == (odd,)
+    loader.close()
 
 
 def test_samples_of_several_shapes_are_named() -> None:

@@ -338,7 +338,7 @@ def test_a_job_that_is_canceled_saves_first(engine: Program, here: Path, capsys:
     verbs = [call.words.split()[3] for call in engine.calls()[-5:]]
     assert verbs == ["ps", "stop", "ps", "logs", "down"]
     assert main([*LAUNCH, "cancel", "runs/a"]) == 2
-    assert f"it has ended already: Docker {number}: ended, exit code 75" in capsys.readouterr().err
+    assert f"there is nothing to cancel: Docker {number}: ended, exit code 75" in capsys.readouterr().err
 
 
 def test_a_second_job_of_a_run_is_refused_while_the_first_runs(

@@ -149,7 +149,7 @@ def test_cancel_saves_and_stops_all_nodes(cluster: RayCluster, tmp_path: Path) -
     assert processes_in(tmp_path) == {}
     again = run_lockstep("launch", "ray", "cancel", "run", cwd=tmp_path)
     assert again.returncode == 2
-    assert "it has ended already: Ray job digits-" in again.stderr
+    assert "there is nothing to cancel: Ray job digits-" in again.stderr
 
 
 @pytest.mark.drill

@@ -72,7 +72,7 @@ def test_a_preempted_job_is_queued_again_and_completes(slurm: Cluster, tmp_path:
     asked = launch(slurm, tmp_path, "status", "run")
     assert asked.stdout == f"Slurm job {job}: COMPLETED, on n[1-2], restart 1\n"
     late = launch(slurm, tmp_path, "cancel", job)
-    assert (late.returncode, late.stderr) == (2, f"lockstep: Slurm job {job} has ended already: {asked.stdout}")
+    assert (late.returncode, late.stderr) == (2, f"lockstep: there is nothing to cancel: {asked.stdout}")
 
 
 def test_what_slurm_refuses_is_one_sentence(slurm: Cluster, tmp_path: Path) -> None:

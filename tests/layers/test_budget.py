@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 85_423
+MOST_LINES = 85_421
 MOST_FILES = 472
 MOST_CODE = 50_373
 """Lines without docstrings, comments, blank lines and imports."""

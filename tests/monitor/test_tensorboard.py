@@ -23,7 +23,7 @@ from lockstep.monitor.trackers import TrackerMonitor
 
 def _board(folder: Path, every: int) -> TrackerMonitor:
     run = TrackedRun("4711", "stdlib-lm", str(folder), {}, {})
-    return TrackerMonitor(TensorBoard(folder), "tensorboard", run, str, every)
+    return TrackerMonitor(TensorBoard(folder), "tensorboard", run, str, every, seconds=0.1)
 
 
 def _read(folder: Path) -> EventAccumulator:

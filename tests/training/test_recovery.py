@@ -103,7 +103,7 @@ def test_without_restarts_the_first_failure_ends_the_run(tmp_path: Path) -> None
 def test_a_stopped_rank_is_let_continue(tmp_path: Path, undisturbed: Path) -> None:
     done = train(tmp_path / "run", 0, {"how": "stop", "at": 7})
     assert done.returncode == 0, done.stderr
-    assert "rank 1 is stopped (SIGSTOP) in the forward (update 7)" in done.stderr
+    assert "rank 1 hangs, stopped by SIGSTOP, in the forward (update 7)" in done.stderr
     assert "it gets SIGCONT" in done.stderr
     assert losses(tmp_path / "run") == losses(undisturbed)
 

@@ -100,7 +100,7 @@ class Heartbeat:
 
     def __init__(self, files: Files | None = None) -> None:
         self.files = files or Files()
-        memory = memoryview(bytearray(_BYTES) if files is None else mmap(files.memory, _BYTES)).cast("B")
+        memory = memoryview(mmap(self.files.memory, _BYTES)).cast("B")  # -1: of this process and those that it forks
         self.numbers = memory[: 8 * _NUMBERS].cast("d")
         self._integers = memory.cast("l")
         self._at = _NUMBERS

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.core import heartbeat
 from lockstep.core.errors import Failure, OutOfMemory, RunFailed, UnusableSamples
+from lockstep.core.formatting import listed
 from lockstep.core.out_of_memory import note_location, out_of_memory_cause
 from lockstep.core.records import Batch, LeftOutSample
 from lockstep.data import noise
@@ -42,6 +43,7 @@ BAD_NUMBERS = "bad numbers: "
 """The beginning of the reason of samples that are left out because of the numbers of their update."""
 _LOOKED_AT = 16
 _MOST_WARNINGS = 5  # of a process
+_MOST_NAMED = 8
 _TICKS = 4
 _NOTE = "while reading sample "
 _log = logging.getLogger("lockstep.data")
@@ -68,16 +70,10 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{place}{because}"
 
 
-def _named(indices: Indices) -> str:
-    shown = ", ".join(str(index) for index in indices[:8])
-    return f"{shown}, ... ({len(indices)} in all)" if len(indices) > 8 else shown
-
-
 def _named_of(error: Exception, indices: Indices) -> str:
-    """Return the sample that raised the error, or all that were read if that isn't known."""
     sample = _noted_sample(error)
     alone = indices if sample is None else np.array([sample])
-    return f"samples {_named(alone)}" if len(alone) > 1 else f"sample {_named(alone)}"
+    return f"sample{'s' * (len(alone) > 1)} {listed([*map(str, alone)], _MOST_NAMED)}"
 
 
 # --- errors -------------------------------------------------------------------------------------------------------
@@ -114,10 +110,30 @@ def read_again(read: Callable[[Indices], T], indices: Indices, error: Exception)
         if alone is not indices:
             raise UnusableSamples(f"sample {alone[0]} can't be read: {_describe(again)}", alone.tolist()) from error
         remedy = "; a custom collate function can pad them" if "equal size" in str(again) else ""
-        why = f"can each be read, but not put into one batch: {_describe(again)}{remedy}"
-        raise UnusableSamples(f"samples {_named(indices)} {why}", indices.tolist()) from error
+        odd = _odd_one(read, indices)
+        named = f"sample {odd[0]} can" if len(odd) else f"samples {listed([*map(str, indices)], _MOST_NAMED)} can each"
+        text = f"{named} be read, but not put into one batch{' with others' * len(odd)}: {_describe(again)}{remedy}"
+        raise UnusableSamples(text, (odd if len(odd) else indices).tolist()) from error
     _warn_of_passing_error(indices, error)
     return values
+
+
+def _odd_one(read: Callable[[Indices], object], indices: Indices) -> Indices:
+    """Return the sample [1] that doesn't go into a batch with any of the others, which go together; else none [0]."""
+    first, others = indices[:1], indices[1:]
+    odd = np.array([index for index in others if _error_of(read, np.append(first, index)) is not None], indices.dtype)
+    if len(odd) == len(others) > 1 and _error_of(read, others) is None:
+        odd = first
+    return odd if len(odd) == 1 < len(others) else indices[:0]
+
+
+def _error_of(read: Callable[[Indices], object], indices: Indices) -> Exception | None:
+    try:
+        read(indices)
+    except Exception as error:
+        _reraise_failure(error)
+        return error
+    return None
 
 
 def _warn_of_passing_error(indices: Indices, error: Exception) -> None:
@@ -249,24 +265,15 @@ class SkippingSource:
             return self.source.fetch(indices)
 
     def _faults(self, indices: Indices, error: Exception) -> dict[int, str]:
-        """Return why samples can't be used, by index; empty if each can be read now."""
         _reraise_failure(error)
-        errors = {int(index): self._error_of(indices[indices == index]) for index in indices}
+        errors = {int(index): _error_of(self._read, indices[indices == index]) for index in indices}
         faults = {index: _describe(fault) for index, fault in errors.items() if fault is not None}
-        if faults and out_of_memory_cause(error) and self._error_of(self._good_sample()) is not None:
+        if faults and out_of_memory_cause(error) and _error_of(self._read, self._good_sample()) is not None:
             return {}  # it isn't one sample that is too large
         sample = _noted_sample(error)
         if faults and sample is not None and sample not in faults:
             _warn_of_passing_error(indices, error)
         return faults
-
-    def _error_of(self, indices: Indices) -> Exception | None:
-        try:
-            self._read(indices)
-        except Exception as error:
-            _reraise_failure(error)
-            return error
-        return None
 
     def _good_sample(self) -> Indices:
         """Return a sample [1] that can be read, whose numbers are finite: without weight, NaN would still be NaN.

@@ -296,7 +296,6 @@ def as_batch(collated: Any, samples: int) -> Batch:
 
 
 def _rows(*parts: Any, otherwise: int) -> int:
-    """Return the rows of the first part that has any: of a tensor, or a list of what isn't a tensor (boxes by name)."""
     for part in parts:
         if isinstance(part, Tensor) and part.dim():
             return len(part)

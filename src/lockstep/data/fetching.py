@@ -337,8 +337,6 @@ def _end_at_once(answers: Any) -> None:
 
 
 class _ChildHandler:
-    """A wrapper of torch's handler of SIGCHLD, which torch sets once for all loaders of a process."""
-
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self._handler = handler
 

@@ -318,7 +318,6 @@ def _packed(texts: Texts, *, aligned: bool) -> Source:
 
 
 def _valid(encoding: dict[str, Tensor]) -> Tensor:
-    """Return the ids as targets, without padding, even if it has the id of the end token."""
     return encoding["input_ids"].masked_fill(encoding["attention_mask"] == 0, _IGNORED)
 
 
@@ -340,7 +339,6 @@ def _num_outputs(rows: Any, label: str) -> int:
 
 
 def _refuse_unlabeled(rows: Any, label: str, where: str) -> None:
-    """Raise ConfigError for the first row without a label: columns of integers that lack one may be read as floats."""
     number = 1
     for table in rows.select_columns([label]).with_format("arrow").iter(batch_size=10_000):
         if table[label].null_count:
@@ -352,7 +350,6 @@ def _refuse_unlabeled(rows: Any, label: str, where: str) -> None:
 
 
 def _num_classes(rows: Any, label: str) -> int:
-    """Return the number of classes in the label column. Raises ConfigError: its values aren't numbers from 0."""
     values = set(rows.unique(label))
     wrong = [value for value in values if not isinstance(value, int)]
     if wrong:

@@ -148,7 +148,6 @@ class TrainingLoader:
             self._running = None
 
     def _epochs(self, progress: Progress) -> Generator[GlobalBatch, None, None]:
-        """Yield updates from one set of workers for all epochs, unless `persistent_workers` is off."""
         steps, cursor = progress.steps, progress.samples
         while True:
             stop = None
@@ -191,7 +190,6 @@ class TrainingLoader:
         )
 
     def _lacking(self, batch: Batch, request: FetchRequest) -> Batch:
-        """Drop samples that were left out after the worker got its request."""
         assert self._skipping is not None, "other sources leave nothing out"
         if request.is_padding or self._skipping.lacks(request.indices, batch.left_out):
             return batch

@@ -35,6 +35,7 @@ from lockstep.launchers.tools import (
     job_name,
     node_problems,
     program_words,
+    refuse_to_cancel_ended,
     seconds_to_save,
     variable_problems,
     write_files,
@@ -125,9 +126,7 @@ class DockerLauncher:
 
     def cancel(self, job: LaunchedJob) -> None:
         """Stop the containers: the ranks save within the grace period."""
-        status = _state(job)
-        if status.code is not None:
-            raise ConfigError(f"it has ended already: {status.text}")
+        refuse_to_cancel_ended(_state(job))
         _compose(job.number, "stop")
         _finished(job, _state(job, canceled=True))
 

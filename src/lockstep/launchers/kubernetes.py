@@ -27,7 +27,7 @@ from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import echo, plain
 from lockstep.launchers.kubernetes_manifests import TOKEN, KubernetesOptions, check, documents, text_of, workdir
-from lockstep.launchers.tools import Patience, execute, follow_until_end, job_name, write_files
+from lockstep.launchers.tools import Patience, execute, follow_until_end, job_name, refuse_to_cancel_ended, write_files
 
 _NOT_HERE = "install it, with a context for your cluster; --dry-run prints the manifests anywhere"
 _LABEL = "batch.kubernetes.io/job-name={}"  # by which its pods are selected
@@ -113,9 +113,7 @@ class KubernetesLauncher:
     def cancel(self, job: LaunchedJob) -> None:
         """Delete the job: its pods get SIGTERM, and the time to save; what belongs to it goes with it."""
         target = _named(job.number)
-        state = _ask(target)
-        if state.code is not None:
-            raise ConfigError(f"it has ended already: {state.text}")
+        refuse_to_cancel_ended(_ask(target))
         _delete(target.kubectl, [target.resource])
 
 

@@ -38,6 +38,7 @@ from lockstep.launchers.tools import (
     node_problems,
     own_program,
     pairs,
+    refuse_to_cancel_ended,
     seconds_to_save,
     variable_problems,
     write_files,
@@ -204,9 +205,7 @@ class RayLauncher:
     def cancel(self, job: LaunchedJob) -> None:
         """Stop the job: its driver gets SIGTERM, and the nodes save and stop within its grace."""
         client, name = _named(job.number)
-        status = _status(client, name)
-        if status.code is not None:
-            raise ConfigError(f"it has ended already: {status.text}")
+        refuse_to_cancel_ended(_status(client, name))
         with _answers(name):
             client.stop_job(name)
 

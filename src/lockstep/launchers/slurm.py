@@ -32,6 +32,7 @@ from lockstep.launchers.tools import (
     node_problems,
     own_program,
     program_words,
+    refuse_to_cancel_ended,
     seconds_to_save,
     write_files,
 )
@@ -128,9 +129,7 @@ class SlurmLauncher:
 
     def cancel(self, job: LaunchedJob) -> None:
         """Cancel the job: Slurm sends SIGTERM to its processes, so the ranks save as far as Slurm's KillWait allows."""
-        status = self.status(job)
-        if status.code is not None:
-            raise ConfigError(f"it has ended already: {status.text}")
+        refuse_to_cancel_ended(self.status(job))
         execute(("scancel", job.number), _NOT_HERE)
 
 

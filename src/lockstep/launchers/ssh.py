@@ -32,7 +32,7 @@ from lockstep.core.nodes import checked_address
 from lockstep.core.processes import started
 from lockstep.launch.rendezvous import TOKEN
 from lockstep.launchers.ssh_run import SshHost, SshRun, rendezvous_of
-from lockstep.launchers.tools import own_program, variable_problems, write_files
+from lockstep.launchers.tools import own_program, refuse_to_cancel_ended, variable_problems, write_files
 from lockstep.strategies.section import Section
 
 _RECORD = "ssh.json"
@@ -201,9 +201,7 @@ class SshLauncher:
 
     def cancel(self, job: LaunchedJob) -> None:
         """Stop the job as Ctrl-C at its terminal does: saved."""
-        status = self.status(job)
-        if status.code is not None:
-            raise ConfigError(f"{status.text}: there is nothing to stop")
+        refuse_to_cancel_ended(self.status(job))
         os.kill(_record(job)["process"], signal.SIGINT)
 
 

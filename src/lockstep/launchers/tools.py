@@ -183,6 +183,11 @@ def follow_until_end(ask: Callable[[], _State], print_new: Callable[[_State], ob
         time.sleep(pause)
 
 
+def refuse_to_cancel_ended(state: FollowedState) -> None:
+    if state.code is not None:
+        raise ConfigError(f"there is nothing to cancel: {state.text}")
+
+
 class Patience:
     """Bears that questions about a job fail for a while: the network is gone, a server is busy, a login has expired.
 
