@@ -1,4 +1,4 @@
-"""Compares two checkpoints: names, dtypes and shapes, values, config and state. Every byte read is verified.
+"""Compares two checkpoints: names, dtypes, shapes, values, config and state. Every byte read is verified.
 
 tensors in both, of equal dtype and shape --> read, some at a time --> bitwise identical? --> otherwise by how much
 """
@@ -31,8 +31,7 @@ class TensorDifference:
 
     Attributes:
         differing: Number of elements whose bits differ, of `elements`.
-        absolute: Largest difference of elements that are finite in both; None if there are none.
-        relative: Largest difference as a share of the larger magnitude.
+        absolute, relative: Largest difference, and as a share of the larger magnitude; None if no pair is finite.
         not_finite: Number of differing elements that are NaN or infinite in either.
     """
 
@@ -46,15 +45,14 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The differences between two checkpoints; where and how fast they were made doesn't count.
+    """The differences between two checkpoints. Where and how fast they were made doesn't count.
 
     Attributes:
         alone: Names of tensors that only the first has, and that only the second has.
         kinds: Tensors that differ in shape or dtype: name, the first's, the second's.
         values: Tensors that differ in value.
         same: Number of identical tensors.
-        config: The first's value and the second's, by dotted key; None where there is none.
-        state: The same of the state.
+        config, state: The first's value and the second's, by dotted key; None where there is none.
     """
 
     alone: tuple[tuple[str, ...], tuple[str, ...]]
@@ -71,14 +69,13 @@ class Comparison:
 
 
 class OpenCheckpoint:
-    """A checkpoint whose tensors can be read. Raises VerificationError, here and in `tensors`, if it is damaged."""
+    """A checkpoint to read tensors of. Raises VerificationError, here and in `tensors`, if it is damaged."""
 
     def __init__(self, storage: Storage, name: str) -> None:
         self._storage = storage
         self._name = name
         with as_verification_error(storage, name):
             self.manifest = read_manifest(storage, name)
-        self._reader = Reader(storage, name, self.manifest, keeps_tables=True)
 
     def info(self, name: str) -> TensorInfo:
         return self.manifest.tensors[name].info
@@ -91,7 +88,7 @@ class OpenCheckpoint:
         memory = [torch.empty(info.shape, dtype=getattr(torch, info.dtype)) for info in infos]
         items = [ReadItem(name, info.whole, into) for name, info, into in zip(names, infos, memory, strict=True)]
         with as_verification_error(self._storage, self._name):
-            self._reader.read(items)
+            Reader(self._storage, self._name, self.manifest).read(items)
         return memory
 
 
@@ -107,7 +104,10 @@ def compare(first: OpenCheckpoint, second: OpenCheckpoint) -> Comparison:
     )
     values = tuple(difference for difference in differences if difference is not None)
     return Comparison(
-        alone=(_missing(ours.tensors, theirs.tensors), _missing(theirs.tensors, ours.tensors)),
+        alone=(
+            tuple(name for name in ours.tensors if name not in theirs.tensors),
+            tuple(name for name in theirs.tensors if name not in ours.tensors),
+        ),
         kinds=tuple((name, first.info(name), second.info(name)) for name in both if name not in set(comparable)),
         values=values,
         same=len(comparable) - len(values),
@@ -117,7 +117,6 @@ def compare(first: OpenCheckpoint, second: OpenCheckpoint) -> Comparison:
 
 
 def _read_together(checkpoint: OpenCheckpoint, names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the names in groups: one tensor, or several that are not too large together."""
     group: list[str] = []
     size = 0
     for name in names:
@@ -155,10 +154,6 @@ def tensor_difference(name: str, first: Tensor, second: Tensor) -> TensorDiffere
             shares = gaps / a.abs().maximum(b.abs()).clamp(min=5e-324)
             absolute, relative = max(absolute or 0.0, gaps.max().item()), max(relative or 0.0, shares.max().item())
     return TensorDifference(name, first.numel(), differing, absolute, relative, not_finite) if differing else None
-
-
-def _missing(names: Mapping[str, object], others: Mapping[str, object]) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in others)
 
 
 def _differences(first: Any, second: Any, ignored: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:

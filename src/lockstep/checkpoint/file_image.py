@@ -1,9 +1,9 @@
-"""The memory that a save copies a rank's state into: its file, in chunks of a bounded size.
+"""The memory that a save copies a rank's state into: its file, in chunks.
 
     [header | tensor a | tensor b ...][... tensor b | tensor c ...][... tensor c]     a tensor may span chunks
 
-One block of many GB is hard to find, torch rounds page-locked memory up to a power of two, and while a driver locks
-pages, an update's kernels may not start.
+One block of many GB is hard to find, torch rounds page-locked memory up to a power of two, and updates' kernels may not
+start while a driver locks pages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Copy(NamedTuple):
 
 
 class FileImage:
-    """The bytes of a rank's file, in memory that `allocate` gets and later saves use again.
+    """The bytes of a rank's file, in memory that later saves reuse.
 
     Args:
         chunk_bytes: Size of the chunks; a multiple of the size of every element.
@@ -47,35 +47,29 @@ class FileImage:
         self._new_chunk = new_chunk
         self._chunks: list[Tensor] = []
         self._views: list[memoryview] = []
-        self._whole: list[Tensor | None] | None = None  # by index in the layout; None: in several parts
-        self._parts: dict[int, list[tuple[Tensor, tuple[slice, ...]]]] = {}
+        self._places: list[list[tuple[Tensor, tuple[slice, ...] | None]]] | None = None  # by index in the layout
 
     @property
     def is_allocated(self) -> bool:
-        return self._whole is not None
+        return self._places is not None
 
     def allocate(self) -> None:
-        """Get the memory that is missing, and write the header; on any thread. Raises RuntimeError: there is none."""
-        if self._whole is not None:
+        """Get the missing memory and write the header, on any thread. Raises RuntimeError if there is none."""
+        if self._places is not None:
             return
         for start in range(len(self._chunks) * self._chunk_bytes, self._layout.size, self._chunk_bytes):
             chunk = self._new_chunk(min(self._chunk_bytes, self._layout.size - start))
             self._chunks.append(chunk)
             self._views.append(memoryview(cast("Any", chunk.numpy())))
         self.write(0, self._layout.header)
-        whole = [self._place(index, *span) for index, span in enumerate(self._layout.spans())]
-        self._whole = whole
+        self._places = [list(self._parts_of(*span)) for span in self._layout.spans()]
 
     def copies(self, sources: Mapping[int, Source]) -> Iterator[Copy]:
         """Yield the copies that fill the image, of tensors by their index in the layout."""
-        assert self._whole is not None, "an image is allocated before it is filled"
+        assert self._places is not None, "an image is allocated before it is filled"
         for index, source in sources.items():
-            target = self._whole[index]
-            if target is not None:
-                yield Copy(target, source, None)
-                continue
-            for part, where in self._parts[index]:
-                yield Copy(part, source, where)
+            for target, where in self._places[index]:
+                yield Copy(target, source, where)
 
     def pieces(self, start: int = 0, end: int | None = None) -> list[memoryview]:
         """Return the bytes of the file from `start` up to `end`."""
@@ -90,22 +84,20 @@ class FileImage:
             written += len(piece)
 
     def _within_chunks(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the index of each chunk that has some of these bytes, and where they start and end in it."""
         size = self._chunk_bytes
         for index in range(start // size, -(-end // size)):
             yield index, max(start - index * size, 0), min(end - index * size, size)
 
-    def _place(self, index: int, item: WriteItem, start: int, end: int) -> Tensor | None:
-        """Return the memory of a tensor; None: it is in several chunks, whose parts are noted."""
+    def _parts_of(self, item: WriteItem, start: int, end: int) -> Iterator[tuple[Tensor, tuple[slice, ...] | None]]:
+        """Yield memory of a tensor, and its place in it; None: all of it."""
         sizes, dtype = item.box.sizes, getattr(torch, item.info.dtype)
-        whole, element, parts = Box((0,) * len(sizes), sizes), 0, []
+        whole, element = Box((0,) * len(sizes), sizes), 0
         for chunk, low, high in self._within_chunks(start, end):
             memory = self._chunks[chunk][low:high].view(dtype)
             if high - low == end - start:
-                return memory.view(sizes)
+                yield memory.view(sizes), None
+                return
             for box in flat_boxes(sizes, element, element + len(memory)):
                 part, memory = memory[: box.elements], memory[box.elements :]
                 element += box.elements
-                parts.append((part.view(box.sizes), box.within(whole)))
-        self._parts[index] = parts
-        return None
+                yield part.view(box.sizes), box.within(whole)

@@ -1,13 +1,11 @@
-"""The layout of one rank's file of a checkpoint, in the safetensors format.
+"""The layout of one rank's file, in the safetensors format. The memory of a save is an image of this file.
 
     [length of header: 8][header: JSON, padded to 64][tensor][tensor]...     wide elements first, so all are aligned
 
     header     {"__metadata__": {"xxh3_128": "5f0c..."}, "model.w@0,64": {"dtype", "shape", "data_offsets"}, ...}
 
-The metadata has the hashes of all blocks of 16 MiB, in the order of the file, 32 characters each: the header states
-what the file holds, and what its bytes are. The manifest has the hash of the header.
-
-The memory that a save copies state into is an image of this file, so it is written as it is.
+The metadata has the hashes of all 16 MiB blocks, in the order of the file, 32 characters each. The manifest has the
+hash of the header.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from lockstep.checkpoint import hashing
@@ -52,7 +49,6 @@ class FileLayout:
         hashes_at: Where the hashes begin in it.
         items: In the order of the file.
         starts: Where each item begins in the file.
-        size: Bytes of the file.
     """
 
     file: str
@@ -87,23 +83,20 @@ def file_layout(rank: int, items: Iterable[WriteItem]) -> FileLayout:
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     before = len(text).to_bytes(8, "little") + text
     if len(before) > MAX_HEADER:
-        raise RunFailed(
-            f"rank {rank} holds {len(ordered):,} parts, whose list takes {len(before):,} bytes; a safetensors file "
-            f"may have {MAX_HEADER:,}: train on more ranks, or with fewer and larger parameters"
-        )
+        raise RunFailed(f"rank {rank} holds {len(ordered):,} parts, too many for one safetensors file; use more ranks")
     hashes_at = 8 + len(f'{{"{_METADATA}":{{"{_HASHES}":"')
     shifted = tuple(len(before) + start for start in starts)
     return FileLayout(shard_file(rank), before, hashes_at, tuple(ordered), shifted, len(before) + end)
 
 
 def part_key(name: str, info: TensorInfo, box: Box) -> str:
-    """Return the key of a part in a header: the tensor's name, and the offsets of a part that isn't all of it."""
+    """Return a part's key in a header: the tensor's name, with the part's offsets unless it is the whole tensor."""
     return name if box.sizes == info.shape else f"{name}@{','.join(map(str, box.offsets))}"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part in a file that is read.
+    """A part of a tensor in a file that is read.
 
     Attributes:
         at: First byte in the file.
@@ -111,6 +104,8 @@ class StoredPart:
         hashes: Of its blocks, one after the other.
     """
 
+    name: str
+    box: Box
     at: int
     size: int
     hashes: str
@@ -120,14 +115,14 @@ class StoredPart:
 
 
 class FileTable:
-    """The parts of a file that is read, as its header lists them.
+    """The parts of a file, as its header lists them.
 
     Args:
-        header: All bytes before the first tensor, as they were written.
+        header: All bytes before the first tensor.
         size: Bytes of the file.
 
     Raises:
-        CorruptCheckpoint: It is no header, or it doesn't account for every byte of the file.
+        CorruptCheckpoint: The header is invalid, or doesn't account for every byte of the file.
     """
 
     def __init__(self, file: str, header: memoryview, size: int) -> None:
@@ -139,20 +134,19 @@ class FileTable:
 
     def _read(self, entries: dict[str, Any], first: int, size: int) -> None:
         hashes: str = entries.pop(_METADATA)[_HASHES]
-        self._parts: dict[str, tuple[str, tuple[int, ...], StoredPart]] = {}
+        self._parts: dict[str, tuple[str, tuple[int, ...], int, int, str]] = {}
         at, digit = first, 0
         for key, entry in entries.items():
             start, end = entry["data_offsets"]
             if first + start != at or end < start:
                 raise ValueError(f"bytes {at:,} to {first + start:,} belong to two tensors or to none")
             digits = -(-(end - start) // hashing.BLOCK_BYTES) * HASH_CHARACTERS
-            part = StoredPart(at, end - start, hashes[digit : digit + digits])
-            self._parts[key] = entry["dtype"], tuple(entry["shape"]), part
+            self._parts[key] = entry["dtype"], tuple(entry["shape"]), at, end - start, hashes[digit : digit + digits]
             at, digit = at + end - start, digit + digits
-        if at != size:
-            raise ValueError(f"the file has {size:,} bytes, of which {at:,} are accounted for")
-        if len(hashes) != digit:
-            raise ValueError(f"{len(hashes):,} characters are the hashes of {digit // HASH_CHARACTERS:,} blocks")
+        if at != size or len(hashes) != digit:
+            raise ValueError(
+                f"it lists {at:,} of {size:,} bytes, and {len(hashes):,} of {digit:,} characters of hashes"
+            )
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -162,11 +156,10 @@ class FileTable:
         key = part_key(name, info, box)
         if key not in self._parts:
             raise self._corrupt(f"it has no {key}")
-        dtype, shape, part = self._parts[key]
-        expected = prod(box.sizes) * ELEMENT_BYTES[info.dtype]
-        if (_DTYPES.get(dtype), shape, part.size) != (info.dtype, box.sizes, expected):
-            raise self._corrupt(f"{key} is {str(dtype)[:20]} {str(shape)[:200]}, in {part.size:,} bytes")
-        return part
+        dtype, shape, at, size, hashes = self._parts[key]
+        if (_DTYPES.get(dtype), shape, size) != (info.dtype, box.sizes, box.elements * ELEMENT_BYTES[info.dtype]):
+            raise self._corrupt(f"{key} is {str(dtype)[:20]} {str(shape)[:200]}, in {size:,} bytes")
+        return StoredPart(name, box, at, size, hashes)
 
     def _corrupt(self, reason: str) -> CorruptCheckpoint:
         return CorruptCheckpoint(self._file, f"its header contradicts the manifest, or itself: {reason}")

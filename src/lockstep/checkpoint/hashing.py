@@ -3,7 +3,7 @@
     tensor bytes --> blocks of 16 MiB --> xxh3_128( run | step | file | tensor | offset | length | bytes )
 
 A hash includes where its bytes belong, so a block of another step, run or tensor is detected like a flipped bit. XXH3
-runs at memory speed and misses an accidental change once in 2^128; it does not protect from deliberate forgery.
+runs at memory speed; it does not protect from deliberate forgery.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Lists, verifies and prunes checkpoints, for the command line and scripts. No torch is needed.
-
-storage --> list_checkpoints    manifests alone
-        --> verify              every byte of one, or of the weights that a run has exported
-        --> prune               deletes what need not be kept, once a checkpoint that is kept was verified
-"""
+"""Lists, verifies and prunes checkpoints, for the command line and scripts. No torch is needed."""
 
 from __future__ import annotations
 
@@ -31,11 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ListedCheckpoint:
-    """A checkpoint and its manifest.
-
-    Attributes:
-        damage: Why there is no manifest; None if there is one.
-    """
+    """A checkpoint with its manifest, or with why it has none."""
 
     name: str
     step: int
@@ -63,8 +54,7 @@ class PruneResult:
     """The checkpoints that were deleted, or would be, and the others.
 
     Attributes:
-        deleted: Bytes of each, by name.
-        stay: Names of all others.
+        deleted: Bytes by name.
         trusted: The newest that was verified; None if there was nothing to delete.
     """
 
@@ -149,10 +139,9 @@ def _entries(checkpoints: Sequence[ListedCheckpoint], section: Checkpoint) -> di
 
 
 def _epoch_samples(checkpoints: Sequence[ListedCheckpoint]) -> int | None:
-    """Return the samples of an epoch in the newest manifest's last attempt."""
-    states: list[Mapping[str, Any]] = [entry.manifest.state for entry in checkpoints if entry.manifest is not None]
+    newest: Any = [entry.manifest.state for entry in checkpoints if entry.manifest is not None][-1:]
     try:
-        samples = states[-1]["ledger"][-1]["order"]["epoch_samples"]
+        samples = newest[0]["ledger"][-1]["order"]["epoch_samples"]
     except (LookupError, TypeError):
         return None
     return samples if isinstance(samples, int) and samples > 0 else None
@@ -228,17 +217,13 @@ def _newest_that_verifies(storage: Storage, checkpoints: Sequence[ListedCheckpoi
         if fault is None:
             return entry.name
         faults.append(f"\n  {entry.name}: {fault}")
-    raise VerificationError(
-        f"none of the checkpoints in {storage.place} is whole, so none was deleted:{''.join(faults)}"
-    )
+    raise VerificationError(f"no checkpoint in {storage.place} is whole, so none was deleted:{''.join(faults)}")
 
 
 def _delete(storage: Storage, names: Sequence[str]) -> None:
     try:
         if names and not storage.claim():
-            raise RunFailed(
-                f"a run is saving to {storage.place}, and prunes by itself; --dry-run lists what would be deleted"
-            )
+            raise RunFailed(f"a run is saving to {storage.place} and prunes by itself; use --dry-run to list only")
         for name in names:
             storage.delete(name)
     except OSError as error:

@@ -1,22 +1,22 @@
-"""The tensors that a rank holds, described so that ranks which hold the same have the same description.
+"""The tensors that a rank holds, described so that ranks with equal shardings have equal descriptions.
 
     model.w         float32 [4096, 512]   over mesh 0, of 64 ranks: dim 0      the same bytes on all ranks of the mesh
     optimizer.step  float32 []            whole
     meshes          0: ranks 64 to 127                                         the rank's own
 
-What the ranks write follows from these by arithmetic. So they exchange a hash of the description each, and the
-descriptions themselves only where they differ: between the stages of a pipeline.
+What each rank writes follows by arithmetic. So ranks exchange hashes, and descriptions only where these differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint import hashing
-from lockstep.checkpoint.shard_grid import Interval, flat_index
+from lockstep.checkpoint.shard_grid import FLAT, Grid, Interval, box_grid, flat_index
 from lockstep.distributed.generators import PREFIX
 from lockstep.distributed.shard_boxes import (
     Box,
@@ -44,7 +44,7 @@ class MeshSharding:
     """The sharding of a tensor over a mesh of ranks.
 
     Attributes:
-        mesh: The index of the mesh among those of the rank; `_ALL_RANKS`: all ranks, in a row.
+        mesh: The index of the mesh among the rank's; `_ALL_RANKS`: all ranks, in a row.
         sizes: The number of ranks along each axis of the mesh.
         dims: The dim that each axis shards; None: it replicates.
         strides: The split factor of each axis that shards a dim in strides, else 1.
@@ -57,10 +57,6 @@ class MeshSharding:
     strides: tuple[int, ...]
     length: int | None = None
 
-    def axes(self) -> list[tuple[int, int]]:
-        """Return the size and the dim of each axis that shards."""
-        return [(size, dim) for size, dim in zip(self.sizes, self.dims, strict=True) if dim is not None]
-
     def replicas(self) -> Iterator[tuple[int | None, ...]]:
         """Yield the coordinates of each replica; None along axes that shard."""
         return product(
@@ -72,11 +68,28 @@ class MeshSharding:
         chosen = product(*(range(size) if at is None else (at,) for size, at in zip(self.sizes, replica, strict=True)))
         return [ranks[flat_index(coordinate, self.sizes)] for coordinate in chosen]
 
-    def intervals(self, length: int, axes: Sequence[int]) -> list[Interval]:
-        """Return the intervals of a dim of `length` along some of the axes that shard."""
-        sharding = [axis for axis, dim in enumerate(self.dims) if dim is not None]
-        chosen = [sharding[axis] for axis in axes]
-        return mesh_intervals(length, [self.sizes[axis] for axis in chosen], [self.strides[axis] for axis in chosen])
+    def grid(self, name: str, shape: tuple[int, ...], ranks: Sequence[int]) -> Grid:
+        """Return the grid of a tensor, given the ranks of a replica as `ranks_of` returns them."""
+        if self.length is not None:
+            starts = tuple(range(0, prod(shape), self.length))
+            return Grid(((FLAT, starts),), tuple(ranks[: len(starts)]))
+        axes = [axis for axis, dim in enumerate(self.dims) if dim is not None]
+        along: dict[int, list[int]] = {}
+        for axis in axes:
+            along.setdefault(cast("int", self.dims[axis]), []).append(axis)
+        lengths = {dim: [self.sizes[axis] for axis in of_dim] for dim, of_dim in along.items()}
+        intervals = {
+            dim: mesh_intervals(shape[dim], lengths[dim], [self.strides[axis] for axis in along[dim]]) for dim in along
+        }
+        rank_of: dict[Box, int] = {}
+        for rank, place in zip(ranks, product(*(range(self.sizes[axis]) for axis in axes)), strict=True):
+            at = dict(zip(axes, place, strict=True))
+            offsets, sizes = [0] * len(shape), list(shape)
+            for dim, of_dim in along.items():
+                offsets[dim], sizes[dim] = intervals[dim][flat_index([at[axis] for axis in of_dim], lengths[dim])]
+            if 0 not in sizes:
+                rank_of[Box(tuple(offsets), tuple(sizes))] = rank
+        return box_grid(name, shape, rank_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +111,7 @@ class InventoryTable:
 
 @dataclass(slots=True)
 class Inventory:
-    """The tensors that one rank holds.
-
-    Attributes:
-        meshes: The ranks of each mesh, in row-major order.
-        own: Tensors whose shards don't follow from a mesh, by name.
-    """
+    """The tensors that one rank holds: by mesh, with the ranks of each mesh, and those that follow no mesh."""
 
     table: InventoryTable
     meshes: tuple[tuple[int, ...], ...]
@@ -114,7 +122,6 @@ def inventory(tensors: Mapping[str, Any]) -> Inventory:
     """Describe the tensors that this rank holds."""
     rows: list[Row] = []
     shardings: dict[MeshSharding, int] = {}
-    known: dict[Hashable, int] = {}
     meshes: dict[int, tuple[int, tuple[int, ...]]] = {}
     own: dict[str, OwnTensor] = {}
     for name, tensor in tensors.items():
@@ -125,11 +132,10 @@ def inventory(tensors: Mapping[str, Any]) -> Inventory:
             rows.append((name, dtype, shape, WHOLE))
         elif (like := dtensor_of(tensor)) is not None:
             mesh = like.device_mesh
-            key = id(mesh), like.placements
-            if key not in known:
-                index, _ = meshes.setdefault(id(mesh), (len(meshes), tuple(mesh.mesh.flatten().tolist())))
-                known[key] = shardings.setdefault(_of_dtensor(index, like), len(shardings))
-            rows.append((name, dtype, shape, known[key]))
+            if id(mesh) not in meshes:
+                meshes[id(mesh)] = len(meshes), tuple(mesh.mesh.flatten().tolist())
+            sharding = _of_dtensor(meshes[id(mesh)][0], like)
+            rows.append((name, dtype, shape, shardings.setdefault(sharding, len(shardings))))
         elif isinstance(tensor, FlatShard) and tensor.length is not None:
             sharding = MeshSharding(_ALL_RANKS, (), (), (), tensor.length)
             rows.append((name, dtype, shape, shardings.setdefault(sharding, len(shardings))))
@@ -150,21 +156,15 @@ class Inventories:
     """The tensors that all ranks hold.
 
     Attributes:
-        tables: Each table once, in the order of the first ranks that have it.
-        ranks: The ranks that have each.
-        meshes: Those of each rank.
-        own: The tensors of each rank whose shards don't follow from a mesh.
+        tables: Each different table once.
+        ranks: The ranks of each table.
+        meshes, own: The `Inventory`'s, by rank.
     """
 
     tables: Sequence[InventoryTable]
     ranks: Sequence[Sequence[int]]
     meshes: Sequence[tuple[tuple[int, ...], ...]]
     own: Sequence[Mapping[str, OwnTensor]]
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.meshes)
 
 
 def gather_inventories(local: Inventory, axis: Axis) -> Inventories:
@@ -184,7 +184,7 @@ def gather_inventories(local: Inventory, axis: Axis) -> Inventories:
 
 
 def _as_range(ranks: tuple[int, ...]) -> range | tuple[int, ...]:
-    """Return the ranks of a mesh, as a range if they are one: a thousand ranks send a thousand meshes."""
+    """Return a mesh's ranks as a range if possible: a thousand ranks send a thousand meshes."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     steps = range(ranks[0], ranks[-1] + (1 if step > 0 else -1), step) if step else range(0)
     return steps if tuple(steps) == ranks else ranks

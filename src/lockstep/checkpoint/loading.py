@@ -4,8 +4,7 @@ newest --> manifest, from rank 0 to all --> each rank reads and verifies --> all
    ^                                                                             no
    '------- the one before it <--------------------------------------------------'
 
-What several ranks need is read by one of them, and passed on once all have found their bytes intact. A snapshot in
-memory is read by each.
+What several ranks need is read by one, and passed on once all bytes are intact. Each rank reads snapshots in memory.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from lockstep.checkpoint.storage import names_by_step
 from lockstep.checkpoint.write_plan import WritePlan
 from lockstep.core.errors import RunFailed
 from lockstep.core.failure_kinds import FailureKind
+from lockstep.core.formatting import listed
 from lockstep.core.records import TrainingState
 from lockstep.distributed.shard_boxes import TensorInfo, box_view, dtype_name, local_shape, local_shards
 
@@ -63,7 +63,7 @@ def load_newest(
     Args:
         check: Called with a manifest before its tensors are read; raises, alike on all ranks, if it must not be loaded,
             and CorruptCheckpoint if its state is invalid. Returns the tensors that may have another dtype than here.
-        until: Checkpoints of later steps are left out; None: none are.
+        until: Checkpoints of later steps are ignored.
 
     Raises:
         RunFailed: There are checkpoints, and none can be read; or that of `step` can't; or it is of another model.
@@ -100,8 +100,7 @@ def _candidates(storage: ReadableStorage, step: int | None, until: int | None) -
     if step is None:
         return [names[known] for known in sorted(names, reverse=True) if until is None or known <= until]
     if step not in names:
-        available = ", ".join(map(str, names)) or "none"
-        return f"{storage.place} has no checkpoint of step {step}; it has those of {available}"
+        return f"{storage.place} has no checkpoint of step {step}; it has: {', '.join(map(str, names)) or 'none'}"
     return [names[step]]
 
 
@@ -153,7 +152,7 @@ def _read(
     live: TrainingState,
     shared: SharedReading | None,
 ) -> TrainingState | str:
-    """Return memory for the shards that this rank holds, filled as far as it reads them, or what is wrong with them."""
+    """Return memory for this rank's shards, filled as far as it reads them itself, or what is wrong with them."""
     tensors: dict[str, Tensor] = {}
     items: list[ReadItem] = []
     for key, entry in manifest.tensors.items():
@@ -177,12 +176,14 @@ def _read(
 def _mismatch(manifest: Manifest, live: TrainingState, recast: Collection[str]) -> str | None:
     """Return how names and shapes of the model differ. Optimizer state that is created lazily may be missing."""
     saved, own = manifest.tensors, live.tensors
-    missing = [name for name in own if name not in saved and name.startswith("model.")]
+    missing, unexpected = (
+        [name.removeprefix("model.") for name in names if name not in others and name.startswith("model.")]
+        for names, others in ((own, saved), (saved, own))
+    )
     if missing:
-        return f"it has no {_shortened(missing)}"
-    unexpected = [name for name in saved if name not in own and name.startswith("model.")]
+        return f"it has no {listed(missing, 3)}"
     if unexpected:
-        return f"it also has {_shortened(unexpected)}, which the model lacks"
+        return f"it also has {listed(unexpected, 3)}, which the model lacks"
     for name, tensor in own.items():
         if name in saved and not _fits(saved[name].info, tensor, of_any_dtype=name in recast):
             info = TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape))
@@ -194,8 +195,3 @@ def _fits(saved: TensorInfo, tensor: Tensor, *, of_any_dtype: bool) -> bool:
     dtype: torch.dtype = getattr(torch, saved.dtype)
     are_alike = dtype.is_floating_point == tensor.dtype.is_floating_point
     return saved.shape == tuple(tensor.shape) and (are_alike or of_any_dtype)
-
-
-def _shortened(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(name.removeprefix("model.") for name in names[:3]) + more

@@ -27,7 +27,7 @@ from weakref import WeakSet
 
 from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
-from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, read_small
+from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE
 from lockstep.core.errors import RunFailed
 from lockstep.core.files import exists_anew, flush, is_same_file
 
@@ -52,9 +52,9 @@ class LocalStorage:
     """A folder, made when it is first written to.
 
     Args:
-        run: Id of the run that is known to own it; None: the one that `owner.json` names.
+        run: Id of the run that owns it; None: the one in `owner.json`.
         draft_prefix: Prefix of the names of drafts.
-        retry_seconds: For how long a save or a load is repeated while the file system is gone.
+        retry_seconds: How long saves and loads are retried while the file system is gone.
     """
 
     def __init__(
@@ -73,10 +73,7 @@ class LocalStorage:
         return owner.run if owner is not None else self._run
 
     def owner(self) -> Owner | None:
-        try:
-            return ownership.from_bytes(read_small(LocalFile(self._folder / OWNER), ownership.MAX_BYTES))
-        except OSError:
-            return None
+        return ownership.read_owner(lambda: LocalFile(self._folder / OWNER))
 
     def set_owner(self, owner: Owner) -> None:
         self._run, self._is_owned = owner.run, True
@@ -168,7 +165,8 @@ class LocalStorage:
 
     def claim(self) -> bool:
         repeated(self._make, self._retry_seconds, self._folder)
-        if _claimed_elsewhere(self._folder / _LOCK, self):
+        others = [other._claimed for other in _claims if other is not self and other._claimed is not None]
+        if any(is_same_file(self._folder / _LOCK, handle) for handle in others):
             return False
         handle = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
@@ -248,13 +246,17 @@ class LocalDraft:
 
 
 class LocalFile:
-    """A file open for reading."""
+    """A file open for reading. Raises OSError, also unless it is a regular file: a pipe would block its reader."""
 
     def __init__(self, path: Path, retry_seconds: float = 0.0) -> None:
         self._path = path
         self._retry_seconds = retry_seconds
-        self._handle = _open_file(path)
-        self.size = os.fstat(self._handle).st_size
+        self._handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        status = os.fstat(self._handle)
+        self.size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise OSError("it is not a file")
 
     def read(self, offset: int, into: memoryview) -> None:
         filled = 0
@@ -266,21 +268,15 @@ class LocalFile:
             filled += num_bytes
 
     def close(self) -> None:
-        _close_quietly(self._handle)
+        with contextlib.suppress(OSError):  # everything has been read
+            os.close(self._handle)
 
 
 _claims: WeakSet[LocalStorage] = WeakSet()  # of this process; the kernel knows only that the process has a lock
 os.register_at_fork(after_in_child=_claims.clear)  # which has no locks
 
 
-def _claimed_elsewhere(lock: Path, storage: LocalStorage) -> bool:
-    """Return whether another object of this process has claimed the folder."""
-    others = [other._claimed for other in _claims if other is not storage and other._claimed is not None]
-    return any(is_same_file(lock, handle) for handle in others)
-
-
 def _write_durably(path: Path, *pieces: memoryview) -> None:
-    """Write a file of these pieces and flush it; an earlier one is overwritten."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
     try:
         for piece in pieces:
@@ -289,20 +285,6 @@ def _write_durably(path: Path, *pieces: memoryview) -> None:
                 written += os.write(handle, piece[written : written + _CHUNK_BYTES])
         os.fsync(handle)
     finally:
-        os.close(handle)
-
-
-def _open_file(path: Path) -> int:
-    """Open a file for reading. Raises OSError, also unless it is a regular file: a pipe would block its reader."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(handle).st_mode):
-        return handle
-    os.close(handle)
-    raise OSError("it is not a file")
-
-
-def _close_quietly(handle: int) -> None:
-    with contextlib.suppress(OSError):  # everything has been read
         os.close(handle)
 
 
@@ -315,18 +297,16 @@ def _remove(path: Path) -> None:
 
 
 def repeated(call: Callable[[], _R], seconds: float, place: object) -> _R:
-    """Return what `call` returns; while its file system is gone (not if it is full), repeat it. Raises OSError."""
+    """Return `call()`, repeated while its file system is gone (not if it is full). Raises OSError."""
     began, pause = time.monotonic(), _FIRST_PAUSE_S
     while True:
         try:
-            result = call()
+            return call()
         except OSError as error:
             if error.errno not in _GONE or time.monotonic() - began + pause > seconds:
                 raise
             if pause == _FIRST_PAUSE_S:
                 reason = error.strerror or str(error)
-                _log.warning("%s: %s; it is tried again for %g s (checkpoint.retry_seconds)", place, reason, seconds)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-        else:
-            return result
+                _log.warning("%s: %s; retrying for %g s (checkpoint.retry_seconds)", place, reason, seconds)
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)

@@ -8,9 +8,7 @@
     files      rank-00000.safetensors --> bytes, hash of its header       where each part and its hashes are
     state      progress, loss scale, ledger, ...: plain JSON
 
-It grows with the number of tensors and the number of ranks, not with their product: what each file holds is in the
-file's own header (`file_layout`). Reading it needs no torch. Contents are validated, too: grids that don't make up
-their tensor are refused before a byte is allocated for them.
+It grows with the number of tensors and of ranks, not with their product. Reading it needs no torch.
 """
 
 from __future__ import annotations
@@ -51,12 +49,7 @@ Name = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class CorruptCheckpoint(RunFailed):
-    """A checkpoint whose bytes are not what was written.
-
-    Attributes:
-        file: Name of the file within the checkpoint.
-        reason: What is wrong with it.
-    """
+    """A checkpoint whose bytes are not what was written: a file within it, and what is wrong with it."""
 
     kind = FailureKind.DAMAGED
 
@@ -107,13 +100,7 @@ class TensorEntry(Record):
 
 
 class FileEntry(Record):
-    """A file of tensors.
-
-    Attributes:
-        size: Bytes.
-        header: Bytes before the first tensor.
-        header_hash: Hash of these.
-    """
+    """A file of tensors: its bytes, and the number and hash of the bytes before the first tensor."""
 
     size: Count
     header: Annotated[int, Field(ge=8, le=MAX_HEADER)]
@@ -128,7 +115,7 @@ class Manifest(Record):
         ranks: Number of ranks that wrote it.
         written: Time of writing, in UTC.
         state: What resuming needs in addition to the tensors; plain JSON.
-        metrics: Results of the evaluation at this step, `set.metric`, None where one was not finite; empty without one.
+        metrics: Results of the evaluation at this step, `set.metric`; None: not finite.
         config: The run's config, where it differs from the defaults.
         environment: Versions, and the state of the user's code.
     """
@@ -171,10 +158,7 @@ def with_files(data: bytes, files: Mapping[str, Any]) -> bytes:
 def amended(
     data: bytes, state: Mapping[str, Any], metrics: Mapping[str, float | None], environment: Mapping[str, Any]
 ) -> bytes:
-    """Return the manifest that `data` holds, with these metrics, and these entries of state and environment.
-
-    Raises CorruptCheckpoint.
-    """
+    """Return the manifest that `data` holds with these metrics, state and environment. Raises CorruptCheckpoint."""
     body = intact_body(data)
     changed = {name: {**body[name], **new} for name, new in (("state", state), ("environment", environment))}
     return _with_hash({**body, **changed, "metrics": dict(metrics)})
@@ -214,10 +198,8 @@ def _with_hash(body: Any) -> bytes:
 
 
 def _check_grids(manifest: Manifest) -> None:
-    if len(manifest.files) != manifest.ranks or not all(
-        shard_file(rank) in manifest.files for rank in range(manifest.ranks)
-    ):
-        raise corrupt(f"has other files than the {manifest.ranks:,} ranks wrote that it names")
+    if len(manifest.files) != manifest.ranks or manifest.files.keys() != set(map(shard_file, range(manifest.ranks))):
+        raise corrupt(f"has other files than those of its {manifest.ranks:,} ranks")
     checked: set[tuple[int, tuple[int, ...]]] = set()
     for name, entry in manifest.tensors.items():
         key = entry.grid, entry.shape

@@ -1,15 +1,12 @@
 """Snapshots in memory, from which a run may resume as well as from the checkpoints of its storage.
 
-runs/digits/checkpoints    step-00000400               step-00000480
-memory                                  step-00000470                 step-00000490    resumes from this one
-
 On several hosts each has a part in its memory: the files of its own ranks, and a manifest that lists them.
 
     host a   checkpoints/step-00000470/ manifest.json, rank-00000.safetensors
     host b   checkpoints/step-00000470/ manifest.json, rank-00001.safetensors
 
-A run resumes from one if every host has the part of the ranks that it has now, all written by the same attempt: each
-rank reads the file that it wrote, and passes on what others hold, too (`shared_reading`).
+A run resumes from one if every host has the part of its present ranks, all written by the same attempt: each rank reads
+the file that it wrote, and passes on what others hold, too (`shared_reading`).
 """
 
 from __future__ import annotations
@@ -34,12 +31,7 @@ ATTEMPT = "attempt"
 
 @dataclass(frozen=True, slots=True)
 class HostPart:
-    """A host's part of a snapshot.
-
-    Attributes:
-        ranks: Number of ranks on all hosts.
-        files: Of this host's ranks: entries of the manifest by name.
-    """
+    """A host's part of a snapshot of `ranks` ranks on all hosts: the manifest's entries of its files, by name."""
 
     run: str
     attempt: str
@@ -62,11 +54,11 @@ def parts_in(memory: LocalStorage, ranks: range) -> list[HostPart]:
 def files_of_whole(
     hosts: Sequence[Sequence[HostPart]], run: str, is_valid: Callable[[str, int], bool]
 ) -> dict[int, dict[str, Any]]:
-    """Return the files of each snapshot of which the hosts have all parts, by step.
+    """Return the files of each snapshot that is complete on the hosts together, by step.
 
     Args:
-        hosts: The parts that each has.
-        is_valid: Whether the run may resume from what an attempt has written after a step.
+        hosts: The parts of each host.
+        is_valid: Whether the run may resume from what an attempt wrote at a step.
     """
     whole = {}
     for first in hosts[0]:
@@ -81,9 +73,8 @@ class WithMemory:
     """Reads checkpoints from memory, and those that aren't there from a storage.
 
     Args:
-        memory: This host's. A checkpoint that both have is deleted there by `names`, which rank 0 calls before any rank
-            opens one.
-        is_shared: Whether it is that of all ranks, and has the files of all.
+        memory: This host's. `names` deletes what the storage has, too; rank 0 calls it before any rank opens one.
+        is_shared: Whether the memory is shared by all ranks.
     """
 
     def __init__(self, storage: Storage, memory: LocalStorage, *, is_shared: bool = True) -> None:

@@ -3,10 +3,9 @@
     main thread    start: plan, copy what changes | train on ...
     background         copy the rest, hash, write, record; the last rank to have written publishes, and deletes old ones
 
-The ranks of a host see the same folder in memory. So no vote is needed: whichever rank finds the records of all has
-everything that the manifest needs. A snapshot that a rank can't write is never published, and costs nothing else. The
-newest two stay. On several hosts each publishes the part of its ranks (`memory_parts`), and keeps one more, since
-another host may write the next snapshot meanwhile.
+The ranks of a host share the folder, so no vote is needed: whichever rank finds all records publishes. The newest two
+stay. On several hosts each publishes the part of its ranks (`memory_parts`) and keeps one more, since another host may
+write the next snapshot meanwhile.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ class MemorySaver:
     """Saves snapshots of one run, on one rank. Every rank calls `start` after the same updates.
 
     Args:
-        ranks: Those of this host, on several hosts; None: all are on this one.
+        ranks: This host's, on several hosts; None: all are on this one.
 
     Attributes:
         attempt: Identifies the attempt of a run on several hosts.
         kept: Number of snapshots that stay.
-        failure: Why the last snapshot could not be written by this rank; None: it was.
+        failure: Why this rank could not write the last snapshot.
     """
 
     def __init__(
@@ -97,9 +96,7 @@ class MemorySaver:
         return self._planner.layout(state.tensors).size
 
     def start(self, state: TrainingState, metadata: StepMetadata, began: float) -> Callable[[], None]:
-        """Start a snapshot of the state as it is now; return what must be called before the state changes.
-
-        Waits for a snapshot that this rank still writes.
+        """Start a snapshot of the present state, after the last one; return what to call before the state changes.
 
         Args:
             began: When training was interrupted for it, as `time.perf_counter` returns it.

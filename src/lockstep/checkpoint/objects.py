@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: a bucket that an address names, or a user's `ObjectStore`, seen as a `Storage`.
+"""Checkpoints in an object store: a bucket's address, or a user's `ObjectStore`, seen as a `Storage`.
 
 step-00000240/rank-00000.safetensors, ...   written first
 step-00000240/manifest.json                 written last: the checkpoint exists from now on
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.checkpoint import ownership
 from lockstep.checkpoint.ownership import OWNER, Owner
-from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, Storage, read_small
+from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, Storage
 
 if TYPE_CHECKING:
     from lockstep.stores.blobs import BlobStore
@@ -27,10 +27,7 @@ _AHEAD_BYTES = 2**22
 class ObjectStorage:
     """An object store as a place for the checkpoints of one run.
 
-    Nothing locks it: two runs are kept apart by the owner that each save reads again.
-
-    Args:
-        run: Id of the run that is known to own it; None: the one that `owner.json` names.
+    Nothing locks it: two runs are kept apart by the owner, which each save reads again.
     """
 
     def __init__(self, store: BlobStore, run: str | None = None) -> None:
@@ -47,9 +44,7 @@ class ObjectStorage:
         return owner.run if owner is not None else self._run
 
     def owner(self) -> Owner | None:
-        with contextlib.suppress(OSError):
-            return ownership.from_bytes(read_small(StoredObject(self._store, OWNER), ownership.MAX_BYTES))
-        return None
+        return ownership.read_owner(lambda: StoredObject(self._store, OWNER))
 
     def set_owner(self, owner: Owner) -> None:
         self._run = owner.run

@@ -7,14 +7,15 @@ checkpoints/step-00000480/manifest.json   {"run": "5f0c...", ...}    another id:
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from lockstep.checkpoint.hashing import hash_bytes
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
-from lockstep.checkpoint.storage import MANIFEST
+from lockstep.checkpoint.storage import MANIFEST, StoredFile, read_small
 
 OWNER = "owner.json"
-MAX_BYTES = 65_536
+_MAX_BYTES = 65_536
 _SHORT_ID = 8  # characters of a run id that messages show
 
 
@@ -23,9 +24,9 @@ class Owner:
     """The run that saves to a folder.
 
     Attributes:
-        run: Id of the run, made when it first started.
-        folder: The run's folder when it last started, absolute; None: a session without one.
-        recipe: Name of the run.
+        run: Its id, made when it first started.
+        folder: Its folder when it last started, absolute; None: a session without one.
+        recipe: Its name.
     """
 
     run: str
@@ -41,13 +42,14 @@ def to_bytes(owner: Owner) -> bytes:
     return (json.dumps({**content, "xxh3_128": hash_bytes(json.dumps(content).encode())}, indent=2) + "\n").encode()
 
 
-def from_bytes(data: bytes) -> Owner | None:
-    """Return the owner that a file records; None if a byte of it isn't what was written."""
+def read_owner(open_file: Callable[[], StoredFile]) -> Owner | None:
+    """Return the owner that a file records; None if it can't be read, or a byte isn't what was written."""
     try:
+        data = read_small(open_file(), _MAX_BYTES)
         content = json.loads(data)
         owner = Owner(str(content["run"]), content["folder"], str(content["recipe"]))
         return owner if to_bytes(owner) == data and isinstance(owner.folder, str | None) else None
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

@@ -2,8 +2,7 @@
 
     read item: a box of a tensor --> the saved parts that meet it --> their blocks, hashed --> the overlap, copied
 
-A part's rows are contiguous, so rows that are not needed are not read, except for the rest of their block: a hash
-covers a whole block.
+Of a part only the needed rows are read, and the rest of their blocks, since a hash covers a block.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def read_manifest(storage: ReadableStorage, name: str) -> Manifest:
 
 
 def checked_manifest(storage: ReadableStorage, name: str, data: bytes) -> Manifest:
-    """Return the manifest that `data` holds. Raises CorruptCheckpoint, as `read_manifest`."""
+    """Return the manifest that `data` holds. Raises CorruptCheckpoint, as `read_manifest` does."""
     manifest = manifests.from_bytes(data)
     refuse_foreign(manifest, storage.run)
     if any(step != manifest.step for step in names_by_step([name])):
@@ -49,10 +48,16 @@ def checked_manifest(storage: ReadableStorage, name: str, data: bytes) -> Manife
 
 def manifest_bytes(storage: ReadableStorage, name: str) -> bytes:
     """Return the manifest as stored, not yet checked. Raises CorruptCheckpoint if it can't be read."""
-    try:
+    with _as_corrupt(MANIFEST):
         return read_small(storage.open(name, MANIFEST), manifests.MAX_BYTES)
+
+
+@contextmanager
+def _as_corrupt(file: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise CorruptCheckpoint(MANIFEST, error.strerror or str(error)) from None
+        raise CorruptCheckpoint(file, error.strerror or str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +73,13 @@ class ReadItem:
     into: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    name: str
-    file: str
-    box: Box
-    stored: StoredPart
-
-
 class Reader:
-    """Reads one checkpoint, file by file.
+    """Reads one checkpoint, one file at a time: there may be thousands."""
 
-    Args:
-        keeps_tables: Whether to remember what each file holds, for many calls of `read`; each file is parsed once then.
-    """
-
-    def __init__(self, storage: ReadableStorage, name: str, manifest: Manifest, *, keeps_tables: bool = False) -> None:
+    def __init__(self, storage: ReadableStorage, name: str, manifest: Manifest) -> None:
         self._storage = storage
         self._name = name
         self._manifest = manifest
-        self._file: StoredFile | None = None
-        self._table: FileTable | None = None
-        self._tables: dict[str, FileTable] = {}
-        self._keeps_tables = keeps_tables
 
     def read(self, items: Iterable[ReadItem]) -> None:
         """Fill the items' memory. Raises CorruptCheckpoint at the first fault; none of the memory may be used then."""
@@ -103,68 +92,61 @@ class Reader:
                 wanted.setdefault(shard_file(rank), []).append((item, box))
         with _map_for(size) as each:
             for file in sorted(wanted):
-                with self._opened(file):
-                    jobs = [(item, self._part(item.name, file, box)) for item, box in wanted.pop(file)]
-                    jobs.sort(key=lambda job: job[1].stored.at)
-                    for _ in each(self._read_part, *zip(*jobs, strict=True)):
+                with self._opened(file) as opened:
+                    jobs = [(item, self._part(opened, item.name, box)) for item, box in wanted.pop(file)]
+                    jobs.sort(key=lambda job: job[1].at)
+                    for _ in each(opened.read_item, *zip(*jobs, strict=True)):
                         pass
 
     def verify(self) -> None:
         """Read and verify every byte of every file, in constant memory. Raises CorruptCheckpoint."""
         scratch = memoryview(bytearray(hashing.BLOCK_BYTES))
         for rank in range(self._manifest.ranks):
-            file = shard_file(rank)
-            with self._opened(file) as table:
+            with self._opened(shard_file(rank)) as opened:
                 num_parts = 0
-                boxes = (
-                    (name, box)
-                    for name, entry in self._manifest.tensors.items()
-                    for box in self._manifest.grid_of(name).boxes_of(rank, entry.shape)
-                )
-                for name, box in boxes:
-                    num_parts += 1
-                    part = self._part(name, file, box)
-                    for start in range(0, part.stored.size, hashing.BLOCK_BYTES):
-                        self._read_blocks(part, start, scratch[: part.stored.size - start])
-                if num_parts != len(table):
-                    reason = f"it has {len(table):,} parts, of which the manifest has {num_parts:,}"
-                    raise CorruptCheckpoint(file, reason)
+                for name, entry in self._manifest.tensors.items():
+                    for box in self._manifest.grid_of(name).boxes_of(rank, entry.shape):
+                        num_parts += 1
+                        part = self._part(opened, name, box)
+                        for start in range(0, part.size, hashing.BLOCK_BYTES):
+                            opened.read_blocks(part, start, scratch[: part.size - start])
+                if num_parts != len(opened.table):
+                    reason = f"it has {len(opened.table):,} parts, and the manifest {num_parts:,}"
+                    raise CorruptCheckpoint(opened.name, reason)
 
-    def _part(self, name: str, file: str, box: Box) -> _Part:
-        assert self._table is not None, "the file is open"
-        return _Part(name, file, box, self._table.part(name, self._manifest.tensors[name].info, box))
+    def _part(self, opened: _OpenFile, name: str, box: Box) -> StoredPart:
+        return opened.table.part(name, self._manifest.tensors[name].info, box)
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[FileTable]:
-        """Open a file while the block runs, one at a time: there may be thousands. Check its size and header."""
-        entry = self._manifest.files[name]
-        try:
+    def _opened(self, name: str) -> Iterator[_OpenFile]:
+        with _as_corrupt(name):
             file = self._storage.open(self._name, name)
-        except OSError as error:
-            raise CorruptCheckpoint(name, error.strerror or str(error)) from None
         try:
-            self._file = file
-            self._table = self._tables.get(name) or self._checked_table(name, entry)
-            if self._keeps_tables:
-                self._tables[name] = self._table
-            yield self._table
+            hasher = BlockHasher(self._manifest.run, self._manifest.step, name)
+            yield _OpenFile(name, file, self._manifest.files[name], hasher)
         finally:
             with suppress(OSError):
                 file.close()
 
-    def _checked_table(self, name: str, entry: FileEntry) -> FileTable:
-        assert self._file is not None, "the file is open"
-        if self._file.size != entry.size:
-            raise CorruptCheckpoint(name, f"has {self._file.size:,} bytes, and had {entry.size:,} when it was written")
-        header = memoryview(bytearray(min(entry.header, entry.size)))
-        self._fill(name, 0, header)
-        if self._hasher(name).hash_block("", 0, header) != entry.header_hash:
-            raise CorruptCheckpoint(name, f"its header (bytes 0 to {entry.header:,}) is not what was written")
-        return FileTable(name, header, entry.size)
 
-    def _read_part(self, item: ReadItem, part: _Part) -> None:
+class _OpenFile:
+    """A file whose size and header are what was written. Raises CorruptCheckpoint."""
+
+    def __init__(self, name: str, file: StoredFile, entry: FileEntry, hasher: BlockHasher) -> None:
+        self.name = name
+        self._file = file
+        self._hasher = hasher
+        if file.size != entry.size:
+            raise CorruptCheckpoint(name, f"has {file.size:,} bytes, and had {entry.size:,} when it was written")
+        header = memoryview(bytearray(min(entry.header, entry.size)))
+        self._fill(0, header)
+        if hasher.hash_block("", 0, header) != entry.header_hash:
+            raise CorruptCheckpoint(name, f"its header (bytes 0 to {entry.header:,}) is not what was written")
+        self.table = FileTable(name, header, entry.size)
+
+    def read_item(self, item: ReadItem, part: StoredPart) -> None:
         if part.box == item.box:
-            self._read_blocks(part, 0, _bytes(item.into))
+            self.read_blocks(part, 0, _bytes(item.into))
             return
         overlap = part.box.meets(item.box)
         assert overlap is not None, "only parts that an item needs are read"
@@ -173,30 +155,23 @@ class Reader:
         first = (overlap.offsets[0] - part.box.offsets[0]) * row
         stop = first + overlap.sizes[0] * row
         start = first // block * block
-        memory = bytearray(min(-(-stop // block) * block, part.stored.size) - start)
-        self._read_blocks(part, start, memoryview(memory))
-        _copy_overlap(memoryview(memory)[first - start : stop - start], overlap, part, item)
+        memory = bytearray(min(-(-stop // block) * block, part.size) - start)
+        self.read_blocks(part, start, memoryview(memory))
+        _copy_overlap(memoryview(memory)[first - start : stop - start], overlap, part.box, item)
 
-    def _read_blocks(self, part: _Part, first: int, into: memoryview) -> None:
+    def read_blocks(self, part: StoredPart, first: int, into: memoryview) -> None:
         """Read the blocks of a part that begin at its byte `first`. Raises CorruptCheckpoint if one was changed."""
         for offset in range(0, len(into), hashing.BLOCK_BYTES):
             start, data = first + offset, into[offset : offset + hashing.BLOCK_BYTES]
-            at = part.stored.at + start
-            self._fill(part.file, at, data)
-            digest = self._hasher(part.file).hash_block(part.name, start, data)
-            if digest != part.stored.hash_of(start // hashing.BLOCK_BYTES):
+            at = part.at + start
+            self._fill(at, data)
+            if self._hasher.hash_block(part.name, start, data) != part.hash_of(start // hashing.BLOCK_BYTES):
                 reason = f"bytes {at:,} to {at + len(data):,}, of {part.name}, are not what was written"
-                raise CorruptCheckpoint(part.file, reason)
+                raise CorruptCheckpoint(self.name, reason)
 
-    def _fill(self, file: str, at: int, data: memoryview) -> None:
-        assert self._file is not None, "the file is open"
-        try:
+    def _fill(self, at: int, data: memoryview) -> None:
+        with _as_corrupt(self.name):
             self._file.read(at, data)
-        except OSError as error:
-            raise CorruptCheckpoint(file, error.strerror or str(error)) from None
-
-    def _hasher(self, file: str) -> BlockHasher:
-        return BlockHasher(self._manifest.run, self._manifest.step, file)
 
 
 def is_intact(storage: ReadableStorage, name: str) -> bool:
@@ -210,7 +185,6 @@ def is_intact(storage: ReadableStorage, name: str) -> bool:
 
 @contextmanager
 def _map_for(size: int) -> Iterator[Callable[..., Iterator[None]]]:
-    """Yield the `map` that reads this many bytes: by threads, or by this one."""
     if size <= _FEW_BYTES:
         yield map
         return
@@ -218,14 +192,13 @@ def _map_for(size: int) -> Iterator[Callable[..., Iterator[None]]]:
         yield pool.map
 
 
-def _copy_overlap(rows: memoryview, overlap: Box, part: _Part, item: ReadItem) -> None:
-    """Copy an overlap from the rows of a part that have it, whatever the other dims of the part."""
+def _copy_overlap(rows: memoryview, overlap: Box, saved: Box, item: ReadItem) -> None:
+    """Copy an overlap from the rows of a saved box, whatever its other dims."""
     import torch
 
-    saved = torch.frombuffer(rows, dtype=torch.uint8).clone().view(item.into.dtype)
-    offsets = (overlap.offsets[0], *part.box.offsets[1:])
-    box = Box(offsets, (overlap.sizes[0], *part.box.sizes[1:]))
-    item.into[overlap.within(item.box)] = saved.view(box.sizes)[overlap.within(box)]
+    values = torch.frombuffer(rows, dtype=torch.uint8).clone().view(item.into.dtype)
+    box = Box((overlap.offsets[0], *saved.offsets[1:]), (overlap.sizes[0], *saved.sizes[1:]))
+    item.into[overlap.within(item.box)] = values.view(box.sizes)[overlap.within(box)]
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -1,8 +1,6 @@
 """The rules by which checkpoints are kept or deleted.
 
-    the newest `keep_last`  +  the first of each `keep_every`  +  the best one      the others are deleted, oldest first
-
-The newest is always kept.
+the newest `keep_last`  +  the first of each `keep_every`  +  the best one      the others are deleted, oldest first
 """
 
 from __future__ import annotations
@@ -29,11 +27,7 @@ _log = logging.getLogger("lockstep.checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class RetentionEntry:
-    """The facts that decide whether a checkpoint is kept.
-
-    Attributes:
-        metric: The metric that `best` names, at its step; None if it was not evaluated there.
-    """
+    """What decides whether a checkpoint is kept: its progress, and the metric `best` there if it was evaluated."""
 
     progress: Progress
     metric: float | None
@@ -45,12 +39,7 @@ class RetentionEntry:
 
 
 class Retention:
-    """Deletes the checkpoints of one run that its config doesn't keep.
-
-    Args:
-        section: The section `checkpoint` of the config.
-        epoch_samples: Samples of an epoch, for `keep_every`.
-    """
+    """Deletes the checkpoints of one run that its config doesn't keep."""
 
     def __init__(self, storage: Storage, section: Checkpoint, epoch_samples: int) -> None:
         self._storage = storage
@@ -61,8 +50,12 @@ class Retention:
     def on_published(self, manifest: Manifest) -> None:
         """Delete what need not be kept beside a new checkpoint. Never raises: one too many is no reason to stop."""
         try:
-            self._known()[manifest.step] = RetentionEntry.of(manifest, self._section)
-            self.prune()
+            entries, names = self._known(), names_by_step(self._storage.names())
+            entries[manifest.step] = RetentionEntry.of(manifest, self._section)
+            for step in steps_to_delete(entries, self._section, self._epoch_samples):
+                if step in names:
+                    self._storage.delete(names[step])
+                    del entries[step]
         except OSError as error:
             _log.warning("old checkpoints in %s could not be deleted: %s", self._storage.place, error)
 
@@ -71,9 +64,9 @@ class Retention:
         self._entries = None
 
     def make_room(self) -> bool:
-        """Delete the oldest checkpoint that is kept for `keep_last` alone, once a newer one was verified byte by byte.
+        """Delete the oldest checkpoint that only `keep_last` keeps, if a newer one verifies; return whether it did.
 
-        Returns whether it did. Never raises: the save that found the disk full has failed already.
+        Never raises: the save that found the disk full has failed already.
         """
         try:
             entries, names = self._known(), names_by_step(self._storage.names())
@@ -89,17 +82,6 @@ class Retention:
         except OSError as error:
             _log.warning("old checkpoints in %s could not be deleted: %s", self._storage.place, error)
         return False
-
-    def prune(self) -> list[int]:
-        """Delete what need not be kept; return the steps. Raises OSError."""
-        entries, names = self._known(), names_by_step(self._storage.names())
-        deleted = []
-        for step in steps_to_delete(entries, self._section, self._epoch_samples):
-            if step in names:
-                self._storage.delete(names[step])
-                del entries[step]
-                deleted.append(step)
-        return deleted
 
     @property
     def best(self) -> int | None:
@@ -137,10 +119,9 @@ def best_step(entries: Mapping[int, RetentionEntry], section: Checkpoint) -> int
     if section.best is None:
         return None
     best: tuple[int, float] | None = None
+    direction = best_of(section.best, section.best_is)
     for step in sorted(entries):
         metric = entries[step].metric
-        if metric is None or not math.isfinite(metric):
-            continue
-        if best is None or is_better(metric, best[1], best_of(section.best, section.best_is)):
+        if metric is not None and math.isfinite(metric) and (best is None or is_better(metric, best[1], direction)):
             best = step, metric
     return best[0] if best is not None else None

@@ -3,9 +3,8 @@
     main thread    start: plan, copy what changes |  train on ...             | on_vote: have all ranks settled?
     background         copy the rest, hash, write, flush, report in next vote |   rank 0: publish
 
-Ranks agree through the vote that every update has anyway: each reports how many of its saves are settled (on the disk,
-or failed), and all receive the sum. No collective runs outside the main thread. One save is in progress at a time; the
-next one waits for it. A save that fails costs a warning, and nothing that was saved before it.
+Ranks agree through every update's vote: each reports how many of its saves are settled (on the disk, or failed). No
+collective runs outside the main thread. One save is in progress at a time. A save that fails costs a warning.
 
 rank 0   rank-00000.safetensors
 rank 1   rank-00001.safetensors, rank-00001.json: its record --> manifest.json, and the records are removed
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunMetadata:
-    """The parts of the manifest that all checkpoints of an attempt have in common."""
+    """The parts of the manifest that all checkpoints of an attempt share."""
 
     run: str
     config: Mapping[str, Any]
@@ -67,13 +66,7 @@ class StepMetadata:
 
 @dataclass(slots=True)
 class _Save:
-    """A save in progress.
-
-    Attributes:
-        began: When it was started, on the monotonic clock.
-        lost: Seconds that training has waited for it.
-        agreed: All ranks know that all ranks have settled.
-    """
+    """A save in progress, for which training waited `lost` seconds; `agreed`: all ranks know that all have settled."""
 
     metadata: StepMetadata
     snapshot: Snapshot
@@ -101,7 +94,7 @@ class Saver:
 
     Args:
         published: Called on rank 0, in the background, with the manifest of each checkpoint once it exists.
-        make_room: Called there when a save has failed because the disk is full; returns whether it deleted something.
+        make_room: Called there when the disk is full; returns whether it deleted something.
         flush_history: Called there before a checkpoint exists, which relies on what the run has logged so far.
     """
 
@@ -135,9 +128,7 @@ class Saver:
     def start(
         self, state: TrainingState, metadata: StepMetadata, finished: Callable[[], None] = lambda: None
     ) -> Callable[[], None]:
-        """Start a save of the state as it is now; return what must be called before the state changes.
-
-        Waits for a save that is still in progress.
+        """Start a save of the present state, after the one in progress; return what to call before the state changes.
 
         Args:
             finished: Called once that save has ended, while the new one can't exist yet.
@@ -200,7 +191,7 @@ class Saver:
     def amend(self, metadata: StepMetadata) -> str | None:
         """Replace metrics of a step's checkpoint, and add to its state and environment; return why that failed.
 
-        All ranks together, which all know the outcome. The checkpoint always has its old manifest or the new one.
+        All ranks together. The checkpoint always has its old manifest or the new one.
         """
         self.finish()
         failure: str | None = None
@@ -242,14 +233,10 @@ class Saver:
         save.agreed = True
         failed, self._known_failures = failures > self._known_failures, failures
         if failed:
-            save.failure = self._first_failure(save)
+            faults = enumerate(cast("list[str | None]", self._axis.gather(save.failure)))
+            save.failure = next(f"rank {rank}: {fault}" for rank, fault in faults if fault is not None)
         if self._axis.rank == 0:
             save.run_in_background(self._settle, failed=failed)
-
-    def _first_failure(self, save: _Save) -> str:
-        failures = cast("list[str | None]", self._axis.gather(save.failure))
-        rank, failure = next((rank, failure) for rank, failure in enumerate(failures) if failure is not None)
-        return f"rank {rank}: {failure}" if self._axis.size > 1 else failure
 
     # --- in the background ----------------------------------------------------------------------------------------
 
@@ -260,7 +247,11 @@ class Saver:
             if owner is not None and owner.run != self.run_metadata.run:  # it began where this run's folder was
                 raise RunFailed(f"{self._storage.place} belongs to another run now: {owner}")
             save.draft = self._storage.begin(checkpoint_name(save.metadata.step))
-            self._write_file(save, save.draft)
+            layout = save.snapshot.layout
+            hasher = BlockHasher(self.run_metadata.run, save.metadata.step, layout.file)
+            save.record = write_rank_file(save.draft, layout, save.snapshot.image, hasher)
+            if self._axis.rank != 0:
+                write_record(save.draft, self._axis.rank, save.record)
         except Exception as error:
             save.failure = failure_reason(error)
             self._failures += 1
@@ -269,31 +260,23 @@ class Saver:
             save.agreed = True
             self._settle(save, failed=save.failure is not None)
 
-    def _write_file(self, save: _Save, draft: Draft) -> None:
-        layout, image = save.snapshot.layout, save.snapshot.image
-        save.record = write_rank_file(
-            draft, layout, image, BlockHasher(self.run_metadata.run, save.metadata.step, layout.file)
-        )
-        if self._axis.rank != 0:
-            write_record(draft, self._axis.rank, save.record)
-
     def _settle(self, save: _Save, *, failed: bool) -> None:
         """Publish the checkpoint, or remove what was written of it; on rank 0."""
         published: Manifest | None = None
+        made_room, newest = False, None
         if not failed:
             try:
                 self._flush_history()
                 published = self._publish(save)
             except Exception as error:
                 save.failure = failure_reason(error)
-        if published is None and save.draft is not None:
-            save.draft.discard()
-        elif published is None:  # other ranks may have begun a draft where this rank could not
-            self._storage.remove_stale_drafts()
-        seconds = time.perf_counter() - save.began
-        size = published.size if published else 0
-        made_room = published is None and _is_disk_full(save.failure) and self._make_room()
-        newest = self._newest() if published is None else None
+        if published is None:
+            if save.draft is not None:
+                save.draft.discard()
+            else:  # other ranks may have begun a draft where this rank could not
+                self._storage.remove_stale_drafts()
+            made_room, newest = _is_disk_full(save.failure) and self._make_room(), self._newest()
+        size, seconds = published.size if published else 0, time.perf_counter() - save.began
         report = SaveReport(save.metadata.step, size, seconds, save.lost, save.failure, made_room, newest)
         self._reports.put((save, report))
         if published is not None:
@@ -377,11 +360,7 @@ def read_record(draft: Draft, rank: int) -> FileEntry:
 def manifest_of(
     run_metadata: RunMetadata, metadata: StepMetadata, records: Mapping[int, FileEntry], plan: WritePlan, ranks: int
 ) -> Manifest:
-    """Return the manifest of what ranks have written, given their records by rank.
-
-    Args:
-        ranks: Number of all ranks.
-    """
+    """Return the manifest of what ranks have written; `records` are by rank, `ranks` is the number of all ranks."""
     index_of, grids = plan.grids()
     return Manifest(
         format_version=2,
@@ -408,9 +387,7 @@ def encoded(made: Manifest) -> bytes:
     """Return a manifest as it is stored. Raises RunFailed, or CorruptCheckpoint, if it could not be read again."""
     data = manifests.to_bytes(made)
     if len(data) > manifests.MAX_BYTES:
-        raise RunFailed(
-            f"its manifest would have {len(data):,} bytes, and none over {manifests.MAX_BYTES:,} can be read again"
-        )
+        raise RunFailed(f"its manifest has {len(data):,} bytes, and the limit is {manifests.MAX_BYTES:,}")
     manifests.from_bytes(data)
     return data
 

@@ -6,15 +6,14 @@
                                        | rank 2  | rank 3  |
                                        +---------+---------+
 
-A grid always makes up the whole tensor, so nothing has to be checked for gaps or overlaps, and the cells that meet a
-box are found by bisection. It is the same for all tensors of one shape that are sharded in one way. A tensor that is
-sharded element by element is cut along `FLAT`: the dim of its elements in row-major order.
+A grid always covers the whole tensor, without gaps or overlaps. Tensors of one shape and sharding share one. A tensor
+that is sharded element by element is cut along `FLAT`, the dim of its elements in row-major order.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -55,34 +54,22 @@ class Grid:
         """Yield the boxes that have elements of `box`, each with its rank."""
         if not box.elements:
             return
-        if not self.cuts:
-            yield self.ranks[0], Box((0,) * len(shape), shape)
-            return
-        if self.cuts[0][0] == FLAT:
+        if self.cuts and self.cuts[0][0] == FLAT:
             starts = self.cuts[0][1]
             last = tuple(offset + size - 1 for offset, size in zip(box.offsets, box.sizes, strict=True))
-            cells = range(
-                bisect_right(starts, flat_index(box.offsets, shape)) - 1,
-                bisect_right(starts, flat_index(last, shape)),
-            )
-            for cell in cells:
-                yield from (
-                    (self.ranks[cell], part) for part in self._boxes(cell, shape) if part.meets(box) is not None
-                )
+            first = bisect_right(starts, flat_index(box.offsets, shape)) - 1
+            for cell in range(first, bisect_right(starts, flat_index(last, shape))):
+                parts = self._boxes(cell, shape)
+                yield from ((self.ranks[cell], part) for part in parts if part.meets(box) is not None)
             return
-        for cell in self._cells_meeting(box):
-            yield self.ranks[cell], self._boxes(cell, shape)[0]
-
-    def _cells_meeting(self, box: Box) -> Iterator[int]:
         ranges = []
         for dim, starts in self.cuts:
             first = bisect_right(starts, box.offsets[dim]) - 1
             ranges.append(range(first, bisect_left(starts, box.offsets[dim] + box.sizes[dim])))
+        lengths = [len(starts) for _, starts in self.cuts]
         for indices in product(*ranges):
-            cell = 0
-            for index, (_, starts) in zip(indices, self.cuts, strict=True):
-                cell = cell * len(starts) + index
-            yield cell
+            cell = flat_index(indices, lengths)
+            yield self.ranks[cell], self._boxes(cell, shape)[0]
 
     def _boxes(self, cell: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
         if self.cuts and self.cuts[0][0] == FLAT:
@@ -120,70 +107,26 @@ def flat_index(index: Sequence[int], shape: Sequence[int]) -> int:
     return flat
 
 
-def mesh_grid(
-    name: str,
-    shape: tuple[int, ...],
-    axes: Sequence[tuple[int, int]],
-    ranks: Sequence[int],
-    intervals: Callable[[int, tuple[int, ...]], list[Interval]],
-) -> Grid:
-    """Return the grid of a tensor that is sharded over a mesh.
-
-    Args:
-        axes: The number of ranks and the dim of each axis that shards, in the order of the mesh.
-        ranks: Those of the mesh, in row-major order of these axes.
-        intervals: Returns the interval of each coordinate along the axes that shard a dim.
-    """
-    along = {dim: [axis for axis, (_, of) in enumerate(axes) if of == dim] for _, dim in axes}
-    by_dim = {dim: intervals(dim, tuple(along[dim])) for dim in along}
-    rank_of: dict[Box, int] = {}
-    for rank, coordinate in zip(ranks, product(*(range(size) for size, _ in axes)), strict=True):
-        offsets, sizes = [0] * len(shape), list(shape)
-        for dim, of_dim in along.items():
-            position = flat_index([coordinate[axis] for axis in of_dim], [axes[axis][0] for axis in of_dim])
-            offsets[dim], sizes[dim] = by_dim[dim][position]
-        if 0 not in sizes:
-            rank_of[Box(tuple(offsets), tuple(sizes))] = rank
-    return box_grid(name, shape, rank_of)
-
-
-def _starts(name: str, shape: tuple[int, ...], length: int, intervals: Iterable[Interval]) -> Starts:
-    filled, end = sorted(intervals), 0
-    for start, size in filled:
-        if start != end:
-            raise _not_whole(name, shape)
-        end += size
-    if end != length:
-        raise _not_whole(name, shape)
-    return tuple(start for start, _ in filled)
-
-
 def box_grid(name: str, shape: tuple[int, ...], rank_of: Mapping[Box, int]) -> Grid:
-    """Return the grid of a tensor of which each box is written by one rank. Raises RunFailed if they form none."""
+    """Return the grid of boxes that one rank each writes. Raises RunFailed if they don't make up the tensor."""
     boxes = list(rank_of)
     dims = [dim for dim in range(len(shape)) if len({(box.offsets[dim], box.sizes[dim]) for box in boxes}) > 1]
-    cuts = tuple(
-        (dim, _starts(name, shape, shape[dim], {(box.offsets[dim], box.sizes[dim]) for box in boxes})) for dim in dims
-    )
     cells = sorted(boxes, key=lambda box: [box.offsets[dim] for dim in dims])
+    cuts = tuple((dim, tuple(sorted({box.offsets[dim] for box in boxes}))) for dim in dims)
     grid = Grid(cuts, tuple(rank_of[box] for box in cells))
-    is_whole = len(cells) == prod(len(starts) for _, starts in cuts)
-    if not is_whole or any(grid._boxes(cell, shape) != (box,) for cell, box in enumerate(cells)):
-        raise _not_whole(name, shape)
-    return _each_rank_once(name, grid)
+    return _whole(name, shape, grid, lambda: all(grid._boxes(cell, shape) == (box,) for cell, box in enumerate(cells)))
 
 
 def flat_grid(name: str, shape: tuple[int, ...], rank_of: Mapping[Interval, int]) -> Grid:
-    """Return the grid of a tensor that is sharded element by element. Raises RunFailed if elements are missing."""
-    starts = _starts(name, shape, prod(shape), rank_of)
-    return _each_rank_once(name, Grid(((FLAT, starts),), tuple(rank_of[interval] for interval in sorted(rank_of))))
+    """Return the grid of ranges of elements that one rank each writes. Raises RunFailed if elements are missing."""
+    intervals = sorted(rank_of)
+    starts = tuple(start for start, _ in intervals)
+    ends = [start + size for start, size in intervals]
+    grid = Grid(((FLAT, starts),), tuple(rank_of[interval] for interval in intervals))
+    return _whole(name, shape, grid, lambda: ends == [*starts[1:], prod(shape)])
 
 
-def _each_rank_once(name: str, grid: Grid) -> Grid:
-    if len(set(grid.ranks)) != len(grid.ranks):
-        raise RunFailed(f"{name}: a rank holds several parts of it, which can't be saved")
+def _whole(name: str, shape: tuple[int, ...], grid: Grid, is_filled: Callable[[], bool]) -> Grid:
+    if grid.fault(shape, max(grid.ranks) + 1) is not None or not is_filled():
+        raise RunFailed(f"{name}: its parts don't make up the whole of {list(shape)}, with one part a rank at most")
     return grid
-
-
-def _not_whole(name: str, shape: tuple[int, ...]) -> RunFailed:
-    return RunFailed(f"{name}: its parts don't make up the whole of {list(shape)}")

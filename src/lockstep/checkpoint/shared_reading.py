@@ -5,9 +5,8 @@
     round 1    0 --a--> 1 --b--> 2 --c--> 3 --d--> 0        each rank sends to the next one what it got last
     round 2    0 --d--> 1 --a--> 2 --b--> 3 --c--> 0        in buffers of 32 MiB
 
-The ranks that hold the same shards are those of a plan of writes (`write_plan`): all of them under ddp, the replicas of
-each shard under hybrid sharding, those of a stage in a pipeline. If as many ranks have written a checkpoint, each reads
-what it wrote: on several hosts, a snapshot in memory has a rank's file on its own host.
+The ranks with equal shards are those of `write_plan`: all under ddp, the replicas of each shard under hybrid sharding,
+a pipeline's stage. If as many ranks wrote the checkpoint, each reads what it wrote: in memory, its file is on its host.
 """
 
 from __future__ import annotations
@@ -32,13 +31,7 @@ _BUFFER_BYTES = 2**25
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """Ranks that hold the same shards of some tensors.
-
-    Attributes:
-        peers: The ranks, in the order of the ring.
-        position: This rank's.
-        shares: The names of the tensors that each of them reads.
-    """
+    """Ranks with equal shards of some tensors, in order; this one's position; and the tensors that each reads."""
 
     peers: Sequence[int]
     position: int
@@ -46,11 +39,7 @@ class _Ring:
 
 
 class SharedReading:
-    """The tensors of a checkpoint that this rank reads itself, and the exchange of the others.
-
-    Args:
-        plan: What all ranks hold of the live state.
-    """
+    """The tensors that this rank reads itself, and the exchange of the others; `plan` is of the live state."""
 
     def __init__(self, plan: WritePlan, manifest: Manifest, axis: Axis) -> None:
         self._axis = axis
@@ -78,11 +67,7 @@ class SharedReading:
         return name in self._received
 
     def exchange(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill the tensors that other ranks have read. All ranks together.
-
-        Args:
-            tensors: This rank's part of all saved tensors, contiguous, on the CPU.
-        """
+        """Fill this rank's tensors (contiguous, on the CPU) that other ranks have read. All ranks together."""
         for ring in self._rings:
             if len(ring.peers) == self._axis.size and not any(ring.shares[1:]):
                 self._copy_first([tensors[name] for name in ring.shares[0]])
@@ -115,9 +100,6 @@ def like_of(name: str, shape: tuple[int, ...], live: Mapping[str, Any]) -> str |
     """Return the live tensor that a saved one is sharded like: itself, or the parameter of optimizer state.
 
     An optimizer may make its state in the first update.
-
-    Args:
-        live: Tensors, or what has their shapes, by name.
     """
     if name in live:
         return name
@@ -127,7 +109,6 @@ def like_of(name: str, shape: tuple[int, ...], live: Mapping[str, Any]) -> str |
 
 
 def _ring(group: Holders, manifest: Manifest, axis: Axis) -> _Ring | None:
-    """Return this rank's ring; None if it holds nothing of the group, or no other rank holds the same."""
     position = next((index for index, ranks in enumerate(group.replicas) if axis.rank in ranks), None)
     if position is None or len(group.replicas) < 2:
         return None
@@ -140,7 +121,7 @@ def _ring(group: Holders, manifest: Manifest, axis: Axis) -> _Ring | None:
 
 
 def _writers(group: Holders, manifest: Manifest) -> dict[int, int]:
-    """Return the replica that has written the tensors of a grid, by the grid's index; not those that several have."""
+    """Return the replica that alone wrote the tensors of a grid, by the grid's index."""
     replica_of = {rank: number for number, ranks in enumerate(group.replicas) for rank in ranks}
     writers = {}
     for index in {manifest.tensors[name].grid for name in group.names}:
@@ -151,7 +132,6 @@ def _writers(group: Holders, manifest: Manifest) -> dict[int, int]:
 
 
 def _buffers(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the bytes of tensors, as views that fill a buffer each."""
     views: list[Tensor] = []
     free = _BUFFER_BYTES
     for tensor in tensors:

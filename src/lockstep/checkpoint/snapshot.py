@@ -1,11 +1,10 @@
 """A copy of the training state, made while the next forward and backward run.
 
-    update k | forward, backward of k + 1            | update k + 1
-             |  buffers   copied before the forward  |
-             |  parameters, moments: copied meanwhile|  waits until they are
+update k | forward, backward of k + 1            | update k + 1
+         |  buffers   copied before the forward  |
+         |  parameters, moments: copied meanwhile|  waits until they are
 
-Parameters and optimizer state change in updates alone, so the copy has a whole forward and backward to hide in. Its
-memory is reused by the next save: allocating it takes ten times as long as the copy.
+The next save reuses its memory: allocating it takes ten times as long as the copy.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ class HostSnapshot:
     """A snapshot of a rank's part of the state, on the CPU or in files.
 
     Args:
-        folder: Where its memory is a file, if the state is in files since memory can't hold it; None: in memory.
+        folder: Where its memory is a file, since the state is in files too; None: in memory.
 
     Attributes:
-        image: The bytes of the rank's file: complete once `complete` has returned, until the next `begin`.
+        image: The bytes of the rank's file, complete from `complete` until the next `begin`.
     """
 
     def __init__(self, layout: FileLayout, folder: Path | None = None) -> None:
@@ -72,11 +71,10 @@ class HostSnapshot:
 
 
 class DeviceSnapshot:
-    """The same of tensors on an accelerator, copied to page-locked memory on a stream of its own.
+    """The same for tensors on an accelerator, copied to page-locked memory on a separate stream.
 
-    An update's kernels wait for the copy; the host doesn't. Two things are left to `complete`, for which the host may
-    have to wait before an update: the first time all copies, since it allocates their memory, and always those of
-    tensors that are on the host (offloaded).
+    An update's kernels wait for the copy. The host only waits for `complete`, which makes the first copy, since it
+    allocates the memory, and always those of tensors on the host (offloaded).
     """
 
     def __init__(self, layout: FileLayout, device: torch.device) -> None:

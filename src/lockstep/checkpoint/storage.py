@@ -3,7 +3,6 @@
 draft = storage.begin("step-00000480")                   nothing is visible yet
 draft.write("rank-00000.safetensors", image)             durable when it returns
 draft.publish(manifest)                                  all of it exists now, or nothing
-storage.names() --> [..., "step-00000480"]
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Draft(Protocol):
     """A checkpoint that all ranks are writing, each its own files. Readers don't see it."""
 
     def write(self, file: str, *pieces: memoryview) -> None:
-        """Write a file of these pieces, one after the other, durably. Raises OSError."""
+        """Write these pieces as one file, durably. Raises OSError."""
 
     def read(self, file: str) -> bytes:
         """Return a file that some rank has written. Raises OSError."""
@@ -33,7 +32,7 @@ class Draft(Protocol):
         """Remove a file that some rank has written. Raises OSError."""
 
     def publish(self, manifest: bytes) -> None:
-        """Make the checkpoint exist; on one rank, once. Raises OSError: it does not exist then, or existed before."""
+        """Make the checkpoint exist; on one rank, once. Raises OSError if it doesn't, or existed before."""
 
     def discard(self) -> None:
         """Remove what was written, as far as possible. Never raises."""
@@ -133,10 +132,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def names_by_step(names: Iterable[str]) -> Mapping[int, str]:
-    """Return the names of checkpoints by step, in order of steps.
-
-    Other names are left out, `step-7` too: one step must not have two names.
-    """
+    """Return the names of checkpoints by step, in order of steps; without others such as `step-7`."""
     steps = {}
     for name in names:
         _, _, digits = name.partition("step-")

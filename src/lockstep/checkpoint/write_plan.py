@@ -1,11 +1,11 @@
-"""The assignment of tensors' shards to ranks that write them, and that read them for others.
+"""The assignment of tensors' shards to the ranks that write them, and that read them for others.
 
     held by ranks 0-3, whole     a a a b b b b c      rank 0 writes a, rank 1 b, ...: shares of equal size, in order,
                                  |0  |1    |2 |       so that a reader opens few files; a small state is one share
     sharded over a mesh          w                    each rank its own shard, in the replica that has w in its share
 
-All ranks compute the same assignment from the inventories, with a few operations a tensor, whatever the number of
-ranks. The first rank also computes the grids of all tensors for the manifest, once a plan, in the background.
+All ranks compute it from the inventories, in a few operations per tensor for any number of ranks. Rank 0 also computes
+the grids for the manifest, once per plan, in the background.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint.file_layout import FileLayout, WriteItem, file_layout
 from lockstep.checkpoint.inventory import WHOLE, Inventories, Inventory, MeshSharding, gather_inventories, inventory
 from lockstep.checkpoint.manifest import ELEMENT_BYTES
-from lockstep.checkpoint.shard_grid import FLAT, Grid, box_grid, flat_grid, mesh_grid
+from lockstep.checkpoint.shard_grid import Grid, box_grid, flat_grid
 from lockstep.checkpoint.snapshot import Snapshot, snapshot_of
 from lockstep.core.errors import RunFailed
 from lockstep.core.process_settings import paused_collection
@@ -36,13 +36,11 @@ MIN_SHARE_BYTES = 2**24
 
 @dataclass(slots=True)
 class Holders:
-    """Tensors of which the same ranks hold the same shards, in one or more replicas.
+    """Tensors that the same ranks hold in the same shards, in one or more replicas.
 
     Attributes:
         sharding: How they are sharded; None: each replica is one rank, which holds them whole.
         replicas: The ranks of each replica, in the order of the grid's cells.
-        names: The tensors.
-        shares: The replica that writes each.
     """
 
     sharding: MeshSharding | None
@@ -52,6 +50,7 @@ class Holders:
 
     @property
     def shares(self) -> list[int]:
+        """The replica that writes each tensor."""
         share = max(MIN_SHARE_BYTES, -(-sum(self.sizes) // len(self.replicas)))
         shares, before = [], 0
         for size in self.sizes:
@@ -64,7 +63,7 @@ class WritePlan:
     """The parts that every rank writes. Grids of replicated and mesh-sharded tensors are computed on demand.
 
     Attributes:
-        groups: Tensors that follow from a mesh or are whole, by who holds them.
+        groups: Whole and mesh-sharded tensors, by who holds them.
 
     Raises:
         RunFailed: Ranks hold different tensors under one name, or shards that don't make up the tensor.
@@ -87,9 +86,7 @@ class WritePlan:
                 info = self.infos[name]
                 boxes = local_shards(tensors[name]).boxes
                 if boxes != self._grid(number, share, name).boxes_of(rank, info.shape):
-                    raise RunFailed(
-                        f"{name}: rank {rank} holds another part of {info} than follows from its mesh: {boxes}"
-                    )
+                    raise RunFailed(f"{name}: rank {rank} holds {boxes} of {info}, which contradicts its mesh")
                 items += [WriteItem(name, info, box) for box in boxes]
         for name, grid in self._own.items():
             items += [WriteItem(name, self.infos[name], box) for box in grid.boxes_of(rank, self.infos[name].shape)]
@@ -112,32 +109,20 @@ class WritePlan:
         key = number, share, shape if group.sharding is not None else None
         grid = self._grids.get(key)
         if grid is None:
-            grid = self._grids[key] = _grid(name, shape, group.sharding, group.replicas[share])
+            ranks = group.replicas[share]
+            grid = group.sharding.grid(name, shape, ranks) if group.sharding is not None else Grid((), (ranks[0],))
+            self._grids[key] = grid
         return grid
 
 
-def _grid(name: str, shape: tuple[int, ...], sharding: MeshSharding | None, ranks: Sequence[int]) -> Grid:
-    if sharding is not None and sharding.length is not None:
-        starts = tuple(range(0, prod(shape), sharding.length))
-        return Grid(((FLAT, starts),), tuple(ranks[: len(starts)]))
-    axes = sharding.axes() if sharding is not None else []
-    if sharding is None or not axes:
-        return Grid((), (ranks[0],))
-    return mesh_grid(name, shape, axes, ranks, lambda dim, along: sharding.intervals(shape[dim], along))
-
-
 def _groups(held: Inventories) -> tuple[dict[str, TensorInfo], list[Holders]]:
-    """Return dtype and shape of all tensors in the tables, and the tensors by who holds them."""
     infos: dict[str, TensorInfo] = {}
-    kinds: dict[tuple[str, tuple[int, ...]], TensorInfo] = {}
     whole: dict[str, list[int]] = {}
     first: dict[str, tuple[int, int]] = {}
     for number, table in enumerate(held.tables):
         for name, dtype, shape, index in table.rows:
-            info = kinds.get((dtype, shape))
-            if info is None:
-                info = kinds[dtype, shape] = TensorInfo(dtype, shape)
-            if infos.setdefault(name, info) is not info:
+            info = TensorInfo(dtype, shape)
+            if infos.setdefault(name, info) != info:
                 raise _differ(name, {infos[name], info})
             if index == WHOLE:
                 whole.setdefault(name, []).append(number)
@@ -162,13 +147,12 @@ def _replicas(
     if sharding is None:
         return [(rank,) for rank in sorted(rank for number in tables for rank in held.ranks[number])]
     if sharding.length is not None:
-        return [tuple(range(held.size))]
+        return [tuple(range(len(held.meshes)))]
     meshes = dict.fromkeys(held.meshes[rank][sharding.mesh] for rank in held.ranks[table])
     return [tuple(sharding.ranks_of(replica, ranks)) for ranks in meshes for replica in sharding.replicas()]
 
 
 def _own_grids(held: Inventories, infos: dict[str, TensorInfo]) -> dict[str, Grid]:
-    """Return the grids of tensors whose shards don't follow from a mesh; add their dtypes and shapes to `infos`."""
     boxes: dict[str, dict[Any, int]] = {}
     flat: dict[str, bool] = {}
     tables = frozenset(infos)
@@ -181,10 +165,8 @@ def _own_grids(held: Inventories, infos: dict[str, TensorInfo]) -> dict[str, Gri
                 raise RunFailed(f"{name} is sharded in one way on some ranks, and in another on rank {rank}")
             for part in tensor.boxes if tensor.elements is None else (tensor.elements,):
                 boxes.setdefault(name, {}).setdefault(part, rank)
-    return {
-        name: (flat_grid if flat[name] else box_grid)(name, infos[name].shape, rank_of)
-        for name, rank_of in boxes.items()
-    }
+    makers = {name: flat_grid if flat[name] else box_grid for name in boxes}
+    return {name: makers[name](name, infos[name].shape, rank_of) for name, rank_of in boxes.items()}
 
 
 def _differ(name: str, infos: set[TensorInfo]) -> RunFailed:
@@ -239,7 +221,7 @@ class SavePlanner:
         return self._layout
 
     def _has_seen(self, tensors: Mapping[str, Any]) -> bool:
-        """Return whether these are the objects of the save before, as they were: forwards may resize buffers."""
+        """Return whether these are the objects of the last save, unchanged: forwards may resize buffers."""
         return tensors.keys() == self._seen.keys() and all(
             seen() is _memory(tensor) and tensor.shape == shape and tensor.dtype == dtype
             for (seen, shape, dtype), tensor in zip(self._seen.values(), tensors.values(), strict=True)

@@ -5,7 +5,7 @@ read([4, 7, 9]) raises --> read([4]), read([7]), read([9])
                            none, read([4, 7, 9]) raises again     "samples 4, 7, 9 ... but not put into one batch"
                                                  works now        used, with a warning that names the sample
                        --> memory ran out: it is raised, unless a single sample is too large, which is left out
-nothing is left        --> a sample that is fine, without weight: all ranks have the same number of micro-batches
+nothing is left        --> a good sample without weight: all ranks have the same number of micro-batches
 """
 
 from __future__ import annotations
@@ -42,12 +42,10 @@ CONFIGURED = "data.leave_out"
 BAD_NUMBERS = "bad numbers: "
 """The beginning of the reason of samples that are left out because of the numbers of their update."""
 _LOOKED_AT = 16
-_MOST_WARNINGS = 5  # of a process
 _MOST_NAMED = 8
 _TICKS = 4
 _NOTE = "while reading sample "
 _log = logging.getLogger("lockstep.data")
-_warned = 0
 
 
 def note_sample(error: Exception, index: int) -> None:
@@ -72,15 +70,15 @@ def _describe(error: Exception) -> str:
 
 def _named_of(error: Exception, indices: Indices) -> str:
     sample = _noted_sample(error)
-    alone = indices if sample is None else np.array([sample])
-    return f"sample{'s' * (len(alone) > 1)} {listed([*map(str, alone)], _MOST_NAMED)}"
+    samples = [*map(str, indices)] if sample is None else [str(sample)]
+    return f"sample{'s' * (len(samples) > 1)} {listed(samples, _MOST_NAMED)}"
 
 
 # --- errors -------------------------------------------------------------------------------------------------------
 
 
 def read_or_explain(read: Callable[[Indices], T], indices: Indices) -> T:
-    """Return `read(indices)`; if it raises, and again, raise an UnusableSamples that names the sample."""
+    """Return `read(indices)`; if it raises twice, raise an UnusableSamples that names the sample."""
     try:
         return read(indices)
     except Failure:
@@ -98,8 +96,7 @@ def read_again(read: Callable[[Indices], T], indices: Indices, error: Exception)
     """
     _reraise_out_of_memory(error, indices)
     try:
-        for index in indices:
-            alone = indices[indices == index]
+        for alone in (indices[place : place + 1] for place in range(len(indices))):
             read(alone)
         alone = indices
         values = read(indices)
@@ -111,9 +108,11 @@ def read_again(read: Callable[[Indices], T], indices: Indices, error: Exception)
             raise UnusableSamples(f"sample {alone[0]} can't be read: {_describe(again)}", alone.tolist()) from error
         remedy = "; a custom collate function can pad them" if "equal size" in str(again) else ""
         odd = _odd_one(read, indices)
-        named = f"sample {odd[0]} can" if len(odd) else f"samples {listed([*map(str, indices)], _MOST_NAMED)} can each"
-        text = f"{named} be read, but not put into one batch{' with others' * len(odd)}: {_describe(again)}{remedy}"
-        raise UnusableSamples(text, (odd if len(odd) else indices).tolist()) from error
+        named = f"samples {listed([*map(str, indices)], _MOST_NAMED)} can each be read, but not put into one batch"
+        if len(odd):
+            named = f"sample {odd[0]} can be read, but not put into one batch with others"
+        samples = odd if len(odd) else indices
+        raise UnusableSamples(f"{named}: {_describe(again)}{remedy}", samples.tolist()) from error
     _warn_of_passing_error(indices, error)
     return values
 
@@ -137,13 +136,8 @@ def _error_of(read: Callable[[Indices], object], indices: Indices) -> Exception 
 
 
 def _warn_of_passing_error(indices: Indices, error: Exception) -> None:
-    global _warned
-    _warned += 1
-    if _warned > _MOST_WARNINGS:
-        return
-    more = "; further ones aren't reported" if _warned == _MOST_WARNINGS else ""
     outcome = f"failed once and succeeded when it was tried again: {_describe(error)}"
-    _log.warning("reading %s %s%s", _named_of(error, indices), outcome, more)
+    _log.warning("reading %s %s", _named_of(error, indices), outcome)
 
 
 def _reraise_out_of_memory(error: Exception, indices: Indices) -> None:
@@ -163,9 +157,9 @@ class _Over(BaseException):
 def time_limit(seconds: float | None) -> Iterator[None]:
     """Limit the time that reading a sample may take in the block, or all samples of a source that reads them at once.
 
-    SIGALRM comes four times a limit, since a process that was stopped gets one signal, however long it lasted. The
-    exception is raised in the main thread, which reads, of a rank or of a data worker. Code that doesn't return to the
-    interpreter isn't interrupted: the launcher's watch ends its rank.
+    SIGALRM comes four times a limit, since a stopped process gets one signal, however long it was stopped. The main
+    thread of a rank or data worker, which reads, gets the exception. Code that never returns to the interpreter isn't
+    interrupted: the launcher ends its rank.
 
     Raises:
         TimeoutError: It takes longer.
@@ -238,7 +232,7 @@ class SkippingSource:
         return {index: self._known[index] for index in indices.tolist() if index in self._known} if self._known else {}
 
     def lacks(self, indices: Indices, left_out: Sequence[LeftOutSample]) -> bool:
-        """Return whether a batch of these samples lacks all that are known to be left out; a worker may not know."""
+        """Return whether a batch lacks all of these samples that are to be left out; a worker may not know."""
         return not self._known or self.reasons(indices).keys() <= {sample.index for sample in left_out}
 
     def fetch(self, indices: Indices) -> Batch:
@@ -266,7 +260,7 @@ class SkippingSource:
 
     def _faults(self, indices: Indices, error: Exception) -> dict[int, str]:
         _reraise_failure(error)
-        errors = {int(index): _error_of(self._read, indices[indices == index]) for index in indices}
+        errors = {index: _error_of(self._read, indices[indices == index]) for index in indices.tolist()}
         faults = {index: _describe(fault) for index, fault in errors.items() if fault is not None}
         if faults and out_of_memory_cause(error) and _error_of(self._read, self._good_sample()) is not None:
             return {}  # it isn't one sample that is too large
@@ -276,10 +270,10 @@ class SkippingSource:
         return faults
 
     def _good_sample(self) -> Indices:
-        """Return a sample [1] that can be read, whose numbers are finite: without weight, NaN would still be NaN.
+        """Return a sample [1] that can be read, whose numbers are finite: NaN without weight would still be NaN.
 
         Raises:
-            RunFailed: There is none among those that are looked at, from the first to the last.
+            RunFailed: There is none among those that are tried, from the first to the last.
         """
         if self._good is not None:
             return self._good
@@ -314,12 +308,7 @@ def _listed(indices: Indices, left_out: Mapping[int, str]) -> tuple[LeftOutSampl
 
 
 def positioned(left_out: tuple[LeftOutSample, ...], indices: Indices, first: int) -> tuple[LeftOutSample, ...]:
-    """Return the samples with their positions.
-
-    Args:
-        indices: All samples of their micro-batch.
-        first: Position of the first of them.
-    """
+    """Return the samples with their positions; `first` is that of the micro-batch's first of `indices`."""
     places = {index: first + place for place, index in enumerate(indices.tolist())}
     return tuple(replace(sample, position=places[sample.index]) for sample in left_out)
 

@@ -5,12 +5,11 @@
     tuple or list             all but the last, in order            the last; of one alone: none
     a tensor, or a number     itself                                none
 
-Items are first collated, by the user's function or torch's, which gets lists of numbers as tensors; then the batch is
-split as above. Its samples are its rows: a function may leave items out. A collate function may also return a lockstep
-Batch, which is used as it is. A TensorDataset isn't collated: each of its tensors is indexed once.
+Items are collated by the user's function, or by torch's with lists of numbers as tensors; then the batch is split as
+above. Its samples are its rows: a function may leave items out. It may also return a lockstep Batch. A TensorDataset
+isn't collated: each of its tensors is indexed once.
 
-The fingerprint is a hash of code, length and some items, as a whole and in parts: a sample that isn't read doesn't make
-it other data.
+The fingerprint is a hash of code, length and some items.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ _UNREADABLE = "unreadable"
 
 @dataclass(frozen=True, slots=True)
 class ItemReading:
-    """The rules by which a user's items are read.
+    """How a user's items are read.
 
     Attributes:
-        bad_samples: What becomes of those that can't be read.
+        bad_samples: What becomes of items that can't be read.
         leaves_out: Whether an item is never read.
         evaluates: Whether they are an evaluation set.
     """
@@ -67,7 +66,7 @@ TRAINING = ItemReading()
 
 
 def open_custom(section: CustomData, reading: ItemReading = TRAINING) -> Source:
-    """Return the source that the section names; `reading` as of `adapt_dataset`. Raises ConfigError."""
+    """Return the source that the section names. Raises ConfigError."""
     dataset = construct("sources", section.target, section.arguments)
     collate = import_target(section.collate) if section.collate else None
     if collate is not None and not callable(collate):
@@ -81,7 +80,6 @@ def adapt_dataset(dataset: Any, collate: Collate | None = None, reading: ItemRea
     Args:
         dataset: Its `__getitems__` is used if its class defines it; a `Source` is returned as it is.
         collate: Makes a batch of items; None: torch's function.
-        reading: What becomes of items that can't be read; those that are left out later are accepted.
 
     Raises:
         ConfigError: The dataset has no length or can't be indexed.
@@ -126,26 +124,21 @@ def _check_map_style(dataset: Any) -> None:
     kind = type(dataset)
     if isinstance(dataset, str):
         raise ConfigError(
-            f"the dataset is the text {dataset!r}; set a name in the config instead: "
-            f"data.train: {{kind: huggingface, name: {dataset}}}"
+            f"the dataset is the text {dataset!r}; set data.train: {{kind: huggingface, name: {dataset}}}"
         )
     if isinstance(dataset, DataLoader):
         raise ConfigError(
-            "a DataLoader isn't a dataset; pass the one that it loads: train_dataset=loader.dataset, and "
-            "collate=loader.collate_fn if it has a custom one. Its batch_size is batch.micro_size, its num_workers "
-            "data.loader.workers. The order of its sampler doesn't count: set data.shuffle, take "
-            "lockstep.WeightedDataset for weights, or torch.utils.data.Subset(dataset, ORDER) for an order of your own"
+            "a DataLoader isn't a dataset; pass train_dataset=loader.dataset, and collate=loader.collate_fn if it has "
+            "a custom one. batch.micro_size is its batch_size, data.loader.workers its num_workers, data.shuffle and "
+            "lockstep.WeightedDataset replace samplers"
         )
     if isinstance(dataset, Mapping) and any(isinstance(key, str) for key in dataset):
         splits = ", ".join(map(str, dataset)) or "none"
-        raise ConfigError(
-            f"{kind.__name__} is a mapping of splits ({splits}); pass one of them: train_dataset=splits['train'], "
-            "and others as eval_datasets={'held-out': splits['validation']}. Columns have to be tensors or arrays"
-        )
+        raise ConfigError(f"{kind.__name__} is a mapping of splits ({splits}); pass one of them: splits['train']")
     if isinstance(dataset, IterableDataset):
         raise ConfigError(
-            f"{kind.__name__} is an IterableDataset, but a run reads samples in any order, so that it can stop and "
-            "resume under any number of ranks; pass a map-style Dataset, with __len__ and __getitem__"
+            f"{kind.__name__} is an IterableDataset, but a run reads samples in any order, so that it can resume on "
+            "any number of ranks; pass a map-style Dataset, with __len__ and __getitem__"
         )
     if kind.__name__ == "DataFrame":
         raise ConfigError("a DataFrame isn't indexed by rows; pass a list of them: train_dataset=df.to_dict('records')")
@@ -222,11 +215,7 @@ class ItemSource:
 
 
 def collate_values(items: list[Any]) -> Any:
-    """Apply torch's collate function to the items, with lists of numbers as tensors.
-
-    torch itself would make a batch of each position of such lists.
-    """
-
+    """Apply torch's collate function to the items, with lists of numbers as tensors, not transposed."""
     try:
         return collate([*map(_with_tensors, items)] if _has_list(items[0]) else items, collate_fn_map=_COLLATED)
     except (TypeError, AttributeError):
@@ -272,8 +261,7 @@ def as_batch(collated: Any, samples: int) -> Batch:
         return collated
     if collated is None:
         raise RunFailed(
-            "the collate function returned None; to leave samples out, have the dataset raise for them, and set "
-            "data.bad_samples: {policy: skip}"
+            "the collate function returned None; to leave samples out, set data.bad_samples: {policy: skip}"
         )
     if isinstance(collated, _MAPPING):
         inputs = dict(collated)
@@ -307,15 +295,7 @@ def _rows(*parts: Any, otherwise: int) -> int:
 
 
 def fingerprint_of_items(dataset: Any, collate: Any, read: Callable[[int], Any]) -> str:
-    """Return the fingerprint of a map-style dataset.
-
-    Args:
-        collate: The user's collate function, if any.
-        read: Returns an item.
-
-    Raises:
-        UnusableSamples: An item can't be read; it names the sample.
-    """
+    """Return the fingerprint of a map-style dataset, whose items `read` returns. Raises UnusableSamples."""
     module = type(dataset).__module__.replace("__mp_main__", "__main__")  # as ranks that aren't forked import a script
     kind = f"{module}.{type(dataset).__qualname__}"
     inner = dataset.dataset if isinstance(dataset, WeightedDataset) else dataset
@@ -323,9 +303,8 @@ def fingerprint_of_items(dataset: Any, collate: Any, read: Callable[[int], Any])
     code += [fingerprint(dataset.weights)] if inner is not dataset else []
     noise.use_epoch(0)
     with noise.keyed_generators(0):  # random items are the same each time
-        items = read_or_explain(
-            lambda indices: [covered(read(index)) for index in indices.tolist()], spread(len(dataset))
-        )
+        read_all = lambda indices: [covered(read(index)) for index in indices.tolist()]  # noqa: E731
+        items = read_or_explain(read_all, spread(len(dataset)))
     return fingerprint(kind, len(dataset), code, items)
 
 

@@ -3,16 +3,13 @@
     requests --> workers = 0: source.fetch, in this process       --> batches, in the same order
              \\-> workers > 0: torch's DataLoader, one request each -/
 
-A signal to the process group is handled by the rank: workers ignore it, continue to fetch for the remaining updates,
-and end with the rank, also if it is killed.
-
-torch's DataLoader provides workers, shared memory, page-locked memory and prefetch; its sampler yields requests and
-its dataset answers a whole request at once, so nothing is collated sample by sample.
+torch's DataLoader provides workers, shared and page-locked memory, and prefetch. Its sampler yields requests, and its
+dataset answers a whole request at once. The rank handles signals to the process group: workers ignore them, and end
+with the rank, also if it is killed.
 """
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
 import os
 import re
@@ -24,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.context import BaseContext, ForkProcess, ForkServerProcess, SpawnProcess
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -66,7 +62,7 @@ class FetchRequest(NamedTuple):
         generator_key: Seed of the process' generators; None for sources that don't draw.
         position: Of the first sample in the order of the run, over all epochs.
         evaluates: Whether the samples are of an evaluation set.
-        left_out: Reasons of those that all ranks leave out, by index; a worker may not know them yet.
+        left_out: Reasons of samples that all ranks leave out, by index; a worker may not know them yet.
     """
 
     indices: Indices
@@ -151,7 +147,6 @@ def _from_workers(source: Source, requests: Iterable[FetchRequest], workers: Wor
         num_workers=workers.number,
         prefetch_factor=workers.prefetch,
         pin_memory=workers.pin,
-        multiprocessing_context=_killable_context(),
         worker_init_fn=partial(_begin_worker, os.getpid(), _in_main_thread(), unreadable_samples()),
         # without it, torch would draw from the process' generator and change what the model draws
         generator=torch.Generator().manual_seed(workers.key),
@@ -159,7 +154,9 @@ def _from_workers(source: Source, requests: Iterable[FetchRequest], workers: Wor
     kills = kernel_kills()
     forks = multiprocessing.get_start_method() == "fork"
     with nullcontext() if forks else safe_interpreters(), blocked_signals(forks=forks):
-        answers = iter(loader)
+        answers: Any = iter(loader)
+    for worker in answers._workers:  # they ignore SIGTERM, and torch and Python's exit wait for what they terminate
+        worker._popen.terminate = worker._popen.kill
     with _handling_deaths(kills, answers):
         while True:
             try:
@@ -180,7 +177,7 @@ def _from_workers(source: Source, requests: Iterable[FetchRequest], workers: Wor
 
 
 class _WorkerDataset(Dataset[Any]):
-    """The dataset of a worker. It answers a request, or a failure, with a mapping, which torch can pin."""
+    """The dataset of a worker: answers requests with mappings, which torch can pin."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -197,7 +194,7 @@ class _WorkerDataset(Dataset[Any]):
 
 
 class InWorker(Exception):
-    """The traceback of a data worker as text, the cause of a failure: traceback objects can't be pickled."""
+    """The traceback of a data worker as text, since traceback objects can't be pickled."""
 
 
 # --- signals ----------------------------------------------------------------------------------------------------
@@ -210,12 +207,8 @@ def _in_main_thread() -> bool:
 
 
 def _begin_worker(rank: int, from_main_thread: bool, unreadable: UnreadableSamples | None, worker: int) -> None:
-    """Leave signals to the rank; called in a worker, before it fetches.
-
-    Args:
-        unreadable: What is planted in the rank, of which a worker that isn't forked knows nothing.
-    """
-    plant_unreadable(unreadable)
+    """Leave signals to the rank; called in a worker, before it fetches."""
+    plant_unreadable(unreadable)  # a worker that isn't forked doesn't know it
     if os.getppid() == rank and from_main_thread:
         die_with_parent(rank)
     else:  # the parent is a fork server, or a thread, whose end would count as the rank's
@@ -226,37 +219,6 @@ def _begin_worker(rank: int, from_main_thread: bool, unreadable: UnreadableSampl
         signal.signal(number, no_effect)
         signal.siginterrupt(number, False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _RANK_SIGNALS)
-
-
-class _Killable:
-    """A worker that ignores SIGTERM and can be killed.
-
-    Torch terminates workers that don't exit; Python, when it exits, those that are left.
-    """
-
-    def start(self) -> None:
-        super().start()  # type: ignore[misc]
-        handle: Any = self._popen  # type: ignore[attr-defined]  # Python's exit calls it, not the process
-        handle.terminate = handle.kill
-
-
-class _ForkWorker(_Killable, ForkProcess): ...
-
-
-class _SpawnWorker(_Killable, SpawnProcess): ...
-
-
-class _ForkServerWorker(_Killable, ForkServerProcess): ...
-
-
-_WORKERS = {"fork": _ForkWorker, "spawn": _SpawnWorker, "forkserver": _ForkServerWorker}
-
-
-def _killable_context() -> BaseContext:
-    method = multiprocessing.get_start_method()
-    context = copy.copy(multiprocessing.get_context(method))
-    context.Process = _WORKERS[method]  # type: ignore[attr-defined]
-    return context
 
 
 # --- workers that died ------------------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
-"""The batches of a run, as a function of the number of samples consumed.
+"""The batches of a run, as a function of the number of samples consumed: the cursor, the only state.
 
     cursor --> epoch, position --> the update's samples --> this rank's share --> micro-batches
                divmod              order (keyed)            plan/batch            fetched, moved to the device
 
     update 7 of rank 1:   [ . . . . | x x x | . . . ]      positions k*G .. (k+1)*G of the epoch's order
                                       x x | x              its micro-batches
-
-That number, the cursor, is the only state.
 
 On a GPU the copy of the next item overlaps with the computation, on a separate stream:
 
@@ -161,23 +159,26 @@ class TrainingLoader:
     def _fetched(self, shares: Iterator[_Share]) -> Iterator[GlobalBatch]:
         prefetched, shares = tee(shares)  # workers read requests ahead of the updates that are delivered
         requests: Iterator[FetchRequest] = chain.from_iterable(map(_REQUESTS, prefetched))
-        if self._skipping is not None:
-            requests = map(self._informed, requests)
+        if (skipping := self._skipping) is not None:
+            requests = (
+                request._replace(left_out=reasons) if (reasons := skipping.reasons(request.indices)) else request
+                for request in requests
+            )
         batches = fetch_all(self._source, requests, self._workers)
         for share in shares:
             yield self._update(share, tuple([next(batches) for _ in share.requests]))
 
-    def _informed(self, request: FetchRequest) -> FetchRequest:
-        assert self._skipping is not None, "other sources leave nothing out"
-        left_out = self._skipping.reasons(request.indices)
-        return request._replace(left_out=left_out) if left_out else request
-
-    def _update(self, share: _Share, micro_batches: tuple[Batch, ...]) -> GlobalBatch:
+    def _update(self, share: _Share, batches: Sequence[Batch]) -> GlobalBatch:
         count, tokens = 0.0, 0
         left_out: tuple[LeftOutSample, ...] = ()
-        batches: Sequence[Batch] = micro_batches
-        if self._skipping is not None:
-            batches = list(map(self._lacking, micro_batches, share.requests))
+        if (skipping := self._skipping) is not None:
+            pairs = zip(batches, share.requests, strict=True)
+            batches = [  # what a worker didn't know to be left out is fetched again
+                batch
+                if request.is_padding or skipping.lacks(request.indices, batch.left_out)
+                else fetch(self._source, request)
+                for batch, request in pairs
+            ]
         for batch, request in zip(batches, share.requests, strict=True):
             if batch.samples:
                 count += self._count(batch)
@@ -189,12 +190,6 @@ class TrainingLoader:
             tuple(batches), share.samples, count, tokens, share.epoch, share.cursor, share.step, used, left_out
         )
 
-    def _lacking(self, batch: Batch, request: FetchRequest) -> Batch:
-        assert self._skipping is not None, "other sources leave nothing out"
-        if request.is_padding or self._skipping.lacks(request.indices, batch.left_out):
-            return batch
-        return fetch(self._source, request)
-
     def _shares(self, step: int, cursor: int, stop: int | None) -> Iterator[_Share]:
         while cursor != stop:
             epoch, position = divmod(cursor, self.epoch_samples)
@@ -205,7 +200,7 @@ class TrainingLoader:
                 step, cursor = share.step + 1, share.cursor
 
     def _block(self, epoch: int, position: int, size: int, most: int, step: int, cursor: int) -> Iterator[_Share]:
-        """Yield the shares of a block of updates of `size` samples each, at most `most`, that begin at `position`."""
+        """Yield the shares of at most `most` updates of `size` samples each, which begin at `position`."""
         ranges = self._batch.ranges(size, self._rank)
         # an empty micro-batch is padded with the update's first sample, which is real data and known to every rank
         offsets = np.concatenate(
@@ -264,19 +259,15 @@ def _epoch_samples(samples: int, global_size: int, drop_last: bool) -> int:
     if not drop_last:
         return samples
     if samples < global_size:
-        raise ConfigError(
-            f"data.drop_last leaves no data: {samples} samples don't fill one batch.global_size of {global_size}; "
-            f"set batch.global_size to {samples} at most, or drop_last to false"
-        )
+        why = f"{samples} samples don't fill one batch.global_size of {global_size}"
+        raise ConfigError(f"data.drop_last leaves no data: {why}; reduce it, or set drop_last to false")
     return samples // global_size * global_size
 
 
 def _workers(options: Loader, device: torch.device, workers_key: int) -> Workers:
     on_accelerator = device.type != "cpu"
     if options.pin_memory is True and not on_accelerator:
-        raise ConfigError(
-            f"data.loader.pin_memory is for copies to an accelerator, and this rank computes on {device}; set auto"
-        )
+        raise ConfigError(f"data.loader.pin_memory is for accelerators, and this rank computes on {device}; set auto")
     return Workers(options.workers, options.prefetch, options.pin_memory is not False and on_accelerator, workers_key)
 
 

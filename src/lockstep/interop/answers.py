@@ -22,6 +22,7 @@ from lockstep.interop.rules import GENERAL_RULES, Rule
 from lockstep.interop.strategy_rules import STRATEGY_RULES
 
 RULES: Mapping[str, Rule] = {**GENERAL_RULES, **STRATEGY_RULES, **MODEL_RULES}
+_WHOLE = ("not needed", "not there", "to do")
 _SECTIONS_WITH_KEYS = (
     "mode", "project", "comment", "description", "checkpointing", "enable_checkpointing", "ddp", "multi_gpu",
     "distributed", "zero_optimization", "lr_scheduler_kwargs", "accelerator_config", "fsdp_config", "fsdp_plugin",
@@ -38,9 +39,8 @@ def answered(key: ForeignKey, file: ForeignFile) -> Answer:
     if (off := _unused_strategy(path, file)) is not None:
         return not_needed(f"{off} is off")
     if inside := _inside_deepspeed(path, file):
-        return deepspeed.answer(inside, key, file) or _unknown(
-            key, keys_of("zero_optimization" if inside[0] == "zero_optimization" else "")
-        )
+        section = "zero_optimization" if inside[0] == "zero_optimization" else ""
+        return deepspeed.answer(inside, key, file) or _unknown(key, keys_of(section))
     if file.kind == "yaml" and is_lockstep_key(key.path) and key.path != ("model", "task"):  # tasks differ in spelling
         return taken(key.key, key.value)
     row = _row(path)
@@ -55,13 +55,10 @@ def answered(key: ForeignKey, file: ForeignFile) -> Answer:
 
 def _row(path: Sequence[str]) -> KeyRow | None:
     rows = key_rows()
+    qualified = rows.get(".".join(path[-2:])) if len(path) > 1 else None
     for section in path[:-1]:
-        qualified = rows.get(".".join(path[-2:]))
         row = qualified or rows.get(section)
-        whole = (
-            row is not None and row.rule in ("not needed", "not there", "to do") and section not in _SECTIONS_WITH_KEYS
-        )
-        if row is not None and (whole or row is qualified):
+        if row is not None and (row is qualified or (row.rule in _WHOLE and section not in _SECTIONS_WITH_KEYS)):
             return row
     return rows.get(path[-1])
 

@@ -3,8 +3,8 @@
     FOLDER/.metadata        a pickle: names, shapes, and where each part is; only DCP's own records are unpickled
     FOLDER/__0_0.distcp     parts of tensors and other values, each as torch.save writes it
 
-torch assembles the tensors; this module replaces its two calls that unpickle anything, and checks that no part is
-missing, which torch would leave uninitialized. The names with an underscore are private to torch.
+torch assembles the tensors. This module replaces its two calls that unpickle anything, and checks that no part is
+missing, which torch would leave uninitialized.
 """
 
 from __future__ import annotations
@@ -61,10 +61,8 @@ class _DcpReader(FileSystemReader):
         try:
             metadata = _RecordUnpickler(io.BytesIO(file.read_bytes())).load()
         except pickle.UnpicklingError as error:
-            raise ConfigError(
-                f"{file} needs {readable(str(error))} to be unpickled, which isn't a record of DCP; that is refused, "
-                "since unpickling can run any code"
-            ) from error
+            why = "which isn't a record of DCP; unpickling can run any code"
+            raise ConfigError(f"{file} needs {readable(str(error))} to be unpickled, {why}") from error
         _check(Path(self.path), metadata)
         return cast("records.Metadata", metadata)
 

@@ -4,7 +4,7 @@
                                 |
     ForeignKey(("output_dir",), "out", args.json:2:17), ForeignKey(("fsdp_config", "min_num_params"), 0, ...), ...
 
-The kind follows from the keys, not from the file's name. Nothing that is read is executed: a pickle is refused.
+The kind follows from the keys, not from the file's name. Nothing that is read is executed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ NAMES: Mapping[ForeignKind, str] = {
     "trainer": "HF TrainingArguments",
     "accelerate": "Accelerate's config",
 }
-_MOST_KEYS = 1000
 
 
 def plain(word: str) -> str:
@@ -42,8 +41,7 @@ class ForeignKey:
     """A key of the file that holds no further keys.
 
     Attributes:
-        path: The key and the sections that it is in, in the file's spelling.
-        value: As read; a list, too.
+        path: Sections and key, in the file's spelling.
         where: file:line:column.
     """
 
@@ -70,11 +68,7 @@ class ForeignKey:
 
 @dataclass(frozen=True, slots=True)
 class ForeignFile:
-    """Another tool's config.
-
-    Attributes:
-        ranks: Number of ranks that its numbers are meant for, if known.
-    """
+    """Another tool's config; `ranks` is the number of ranks that its numbers are meant for, if known."""
 
     path: Path
     kind: ForeignKind
@@ -110,14 +104,7 @@ def is_off(value: object) -> bool:
 
 
 def read_foreign(path: Path, kind: ForeignKind | None) -> ForeignFile:
-    """Read another tool's config.
-
-    Args:
-        kind: None: inferred from its keys.
-
-    Raises:
-        ConfigError: The file can't be read, is no mapping, or is a pickle.
-    """
+    """Read another tool's config, of this kind or the one that its keys suggest. Raises ConfigError."""
     _refuse_pickle(path)
     tree, problems = _read_toml(path) if path.suffix.lower() == ".toml" else read_file(path)
     if tree is None or problems:
@@ -125,9 +112,6 @@ def read_foreign(path: Path, kind: ForeignKind | None) -> ForeignFile:
     if not tree.entries:
         raise ConfigError(Problem(str(path), "", "is empty"))
     keys = tuple(ForeignKey(way, as_yaml_1_1(node), node.where) for way, node in leaves(tree))
-    if len(keys) > _MOST_KEYS:
-        why = f"has {len(keys):,} keys, but a config of another tool has at most {_MOST_KEYS:,}; leave out data"
-        raise ConfigError(Problem(str(path), "", why))
     return ForeignFile(path, kind or _kind(tree), keys)
 
 
@@ -185,8 +169,5 @@ def _refuse_pickle(path: Path) -> None:
     except OSError as error:
         raise ConfigError(Problem(str(path), "", f"can't be read: {error.strerror}")) from error
     if start == b"PK" or start[:1] == b"\x80":
-        why = (
-            "is a pickle, and reading a pickle executes code in it; write the same as JSON where it was made: "
-            'Path("training_args.json").write_text(training_args.to_json_string())'
-        )
+        why = "is a pickle, which can execute code; write JSON where it was made: training_args.to_json_string()"
         raise ConfigError(Problem(str(path), "", why))

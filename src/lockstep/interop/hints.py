@@ -1,63 +1,62 @@
 """Hints about other tools' keys in a Lockstep config: Lockstep's key and, where it can be computed, the value.
 
-    max_grad_norm: 0.5                      ->   Lockstep's key is optim.clip_norm: write `optim.clip_norm: 0.5`
-    gradient_accumulation_steps: 4          ->   write `batch.global_size: 64` and `batch.micro_size: 16`
-      beside per_device_train_batch_size: 16
+    max_grad_norm: 0.5      ->   Lockstep's key is optim.clip_norm: write `optim.clip_norm: 0.5`
 
 The answers are those of an import, one key at a time. `config.validation_errors` calls this module.
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from lockstep.config.reading import Leaf, Node, Table, leaves, to_python
 from lockstep.config.wording import OPEN, yaml_like
 from lockstep.interop.answers import apply
 from lockstep.interop.foreign import ForeignFile, ForeignKey, as_yaml_1_1, plain
-from lockstep.interop.keys import NOTHING, KeyRow, key_rows, keys_for
+from lockstep.interop.keys import NOTHING, KeyRow, key_rows
 from lockstep.interop.strategy_rules import strategy_hint
 
 _UNCHANGED = ("rename", "length", "shape")
 """Rules that don't change the value."""
+_BATCH = (
+    "Lockstep derives accumulation: write `batch.global_size`, the samples of an update on all ranks, and "
+    "`batch.micro_size`, those of one forward"
+)
 _OFF = {"precision.compute": "fp32", "memory.activation_checkpointing.mode": "none"}
 """Values for a switch that is off, where Lockstep's key is a choice."""
 
 
 def key_hint(path: tuple[str, ...], node: Node, tree: Table) -> str | None:
     """Return what to write instead of another tool's key; None if no tool has it."""
-    word = plain(path[-1])
     row = _row(path)
-    if row is None and len(path) == 1:
-        row = key_rows().get(word.partition("_")[0])
-        return row.note if row is not None and row.rule == "not there" else None
     if row is None:
-        return None
+        row = key_rows().get(plain(path[-1]).partition("_")[0])
+        return row.note if row is not None and row.rule == "not there" and len(path) == 1 else None
     if row.rule in ("not there", "to do", "not needed"):
         return row.note_for(node.value if isinstance(node, Leaf) else "NAME")
     has_value = isinstance(node, Leaf) and node.value is not None
     if not has_value and row.note.startswith("write "):
         return row.note
-    keys = tuple(ForeignKey(way, to_python(leaf)) for way, leaf in leaves(tree) if way and "arguments" not in way)
     if row.rule == "accumulation" or row.target == "batch.micro_size":
-        return _batch_hint(ForeignFile(Path(), "yaml", keys))
+        return _BATCH
     if not isinstance(node, Leaf) or not has_value:
         return f"Lockstep's key is {row.target}{'; ' if row.note else ''}{row.note}" if row.target else None
+    keys = tuple(ForeignKey(way, to_python(leaf)) for way, leaf in leaves(tree) if way and "arguments" not in way)
     typed = node.text if row.rule in _UNCHANGED and isinstance(node.value, int | float) else None
     key = ForeignKey(path, as_yaml_1_1(node))
     answer = apply(row, key, ForeignFile(Path(), "yaml", (key,) if row.rule == "length" else keys))
-    stated = {other.key for other in keys}
-    settings = {
-        target: value for target, value in answer.settings.items() if not (target[-5:] == ".kind" and target in stated)
-    }
+    stated = {other.key for other in keys if other.word == "kind"}
+    settings = {target: value for target, value in answer.settings.items() if target not in stated}
     if answer == NOTHING and row.target:
-        settings = {row.target: _OFF[row.target]} if row.target in _OFF else {}
-        if not settings:
+        if row.target not in _OFF:
             return f"Lockstep's key is {row.target}; leave it out for {yaml_like(node.value)}"
+        settings = {row.target: _OFF[row.target]}
     if not settings or OPEN in settings.values():
         return answer.why
-    written = " and ".join(f"`{target}: {typed or _yaml(value)}`" for target, value in settings.items())
+    written = " and ".join(
+        f"`{target}: {typed or (value if isinstance(value, str) else yaml_like(value))}`"
+        for target, value in settings.items()
+    )
     return f"Lockstep's key is {next(iter(settings))}: write {written}"
 
 
@@ -83,20 +82,3 @@ def value_hint(key: str, node: Node) -> str | None:
         return None
     answer = apply(row, ForeignKey((row.key,), node.value), ForeignFile(Path(), "yaml", ()))
     return row.note if answer.why == row.note else None
-
-
-def _yaml(value: object) -> str:
-    return value if isinstance(value, str) else yaml_like(value)
-
-
-def _batch_hint(file: ForeignFile) -> str:
-    """Return the global batch from micro-batch, accumulation and ranks; one may be unknown."""
-    micro = file.number(*keys_for("batch", "batch.micro_size"))
-    accumulation = file.number(*keys_for("accumulation", "batch.global_size"))
-    ranks = file.number("launch.ranks", *keys_for("ranks", "launch.ranks"))
-    derives = "Lockstep derives accumulation from the global batch"
-    if micro is None:
-        return f"{derives}: write `batch.global_size` = {accumulation or 'accumulation'} x samples per forward x ranks"
-    factors = [micro, accumulation or 1] + ([ranks] if ranks else [])
-    product = " x ".join(map(str, factors)) + ("" if ranks else ", times the number of ranks it was made for")
-    return f"{derives}: write `batch.global_size: {math.prod(factors)}` ({product}) and `batch.micro_size: {micro}`"

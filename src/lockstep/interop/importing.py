@@ -5,7 +5,6 @@
                     learning_rate           taken        optim.lr: 5e-05
                     per_device_train_...    derived      batch.global_size: 64 = 8 samples x 1 x 8 ranks
                     logging_nan_inf_filter  not needed   a NaN is never averaged
-                    neftune_noise_alpha     not there    ...
                     lerning_rate            not known    did you mean learning_rate?
 
 Where the file relies on its tool's defaults and Lockstep's differ, the result sets them. What no file can contain (the
@@ -83,8 +82,7 @@ def import_file(
         lenient: Leave keys without a counterpart out of an error's list.
 
     Raises:
-        ConfigError: The file can't be read, a number needs `ranks`, or values are invalid; then keys without a
-            counterpart are listed, too.
+        ConfigError: The file can't be read, a number needs `ranks`, or values are invalid.
     """
     file = read_foreign(path, kind)
     stated = _ranks_of(file)
@@ -115,12 +113,11 @@ def import_config(path: str | os.PathLike[str], *, ranks: int | None = None) -> 
     """Return another tool's config, or one of Lockstep's, as a mapping of sections that `lockstep.train` takes.
 
     It may be a script's YAML, a DeepSpeed JSON, HF TrainingArguments as JSON, or Accelerate's config; `lockstep config
-    import` lists what becomes of each key. The first rank prints on stderr what is left for you to decide; a value that
-    the file leaves open is `???`, and is refused until you assign one.
+    import` lists what becomes of each key. Rank 0 prints on stderr what is left for you to decide. A value that the file
+    leaves open is `???`, and is refused until you assign one.
 
     Args:
-        ranks: Number of ranks that it was meant for, if a number depends on it. None: that of the file, else
-            WORLD_SIZE, which torchrun sets.
+        ranks: Number of ranks that it was meant for, if a number depends on it. None: the file's, else WORLD_SIZE.
 
     Raises:
         ConfigError: As in `import_file`; or a key has no counterpart.
@@ -167,8 +164,8 @@ def nested(settings: Mapping[str, object]) -> dict[str, object]:
         at[last] = value
     root = shape.root().section
     assert root is not None
-    order = [*shape.fields(root), *tree]  # an unknown section comes last, to be refused by name
-    return {name: tree[name] for name in dict.fromkeys(order) if name in tree}
+    order = dict.fromkeys([*shape.fields(root), *tree])  # an unknown section comes last, to be refused by name
+    return {name: tree[name] for name in order if name in tree}
 
 
 def _settings_of(findings: Sequence[ImportedKey]) -> dict[str, object]:

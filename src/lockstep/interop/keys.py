@@ -1,12 +1,12 @@
 """The keys of other tools and what they mean in Lockstep: the rows of `keys.md`, and the answers that they lead to.
 
-    tool      the tool that has the key; `any` where several tools or scripts do
+    tool      the tool that has the key; `any` where several do
     keys      a key, or `section.key`, which takes precedence; {a,b} matches both words
     rule      how the value is converted: see `rules`
     target    Lockstep's key; `*` is replaced by the tool's
     values    of `choice`: TOOL'S=LOCKSTEP'S, where the first may end with `*`, and the second is `-` if the value
-              requests nothing, `~` if it isn't needed, as `note` explains; of `not there` and `to do`: values that
-              request nothing, if they aren't the usual ones; of `interval`: keys whose strategy decides
+              requests nothing, `~` if it isn't needed; of `not there` and `to do`: values that request nothing, if
+              they aren't the usual ones; of `interval`: keys whose strategy decides
     unless    keys that decide instead, if they have a value
     note      why the key has no counterpart, or what is left to do; <value> is replaced by the tool's value
 

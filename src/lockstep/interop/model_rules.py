@@ -11,16 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.interop.foreign import ForeignFile, ForeignKey, plain
-from lockstep.interop.keys import Answer, KeyRow, derived, keys_for, not_needed, not_there, taken, to_do
+from lockstep.interop.keys import Answer, KeyRow, derived, keys_for, not_there, taken, to_do
 from lockstep.interop.rules import Rule
 
-_TASKS = {
-    "causallm": "causal-lm", "clm": "causal-lm", "languagemodeling": "causal-lm", "textgeneration": "causal-lm",
-    "lm": "causal-lm", "maskedlm": "masked-lm", "mlm": "masked-lm", "fillmask": "masked-lm", "seq2seq": "seq2seq",
-    "seq2seqlm": "seq2seq", "translation": "seq2seq", "summarization": "seq2seq",
-    "sequenceclassification": "sequence-classification", "textclassification": "sequence-classification",
-    "classification": "sequence-classification", "seqcls": "sequence-classification",
-}  # fmt: skip
+_TASKS = ("causal-lm", "masked-lm", "seq2seq", "sequence-classification")
 _NOT_TRANSFORMERS = (
     "resnet", "vgg", "densenet", "mobilenet", "efficientnet", "alexnet", "mlp", "cnn", "simple", "toy", "unet",
 )  # fmt: skip
@@ -46,16 +40,10 @@ def model(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
 
 
 def task(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    name = plain(str(key.value)).replace("_", "").removeprefix("automodelfor").removeprefix("for").replace(" ", "")
+    name = plain(str(key.value)).replace("_", "-")
     if name not in _TASKS or not _is_on_the_hub(named_model(file)):
         return to_do("write model.kind and, for huggingface, model.task")
-    return taken(row.target, _TASKS[name])
-
-
-def labels(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    if not _is_on_the_hub(named_model(file)):
-        return to_do("it follows from the data; to change it, write model.classes and model.kind")
-    return Answer("taken", {row.target: key.value, "model.task": "sequence-classification"})
+    return taken(row.target, name)
 
 
 def shape(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
@@ -69,33 +57,25 @@ def shape(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     return derived("for Lockstep's transformer", {"model.kind": "transformer", row.target: key.value})
 
 
-def model_type(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    if named_model(file) is not None:
-        return not_needed("the named model determines it")
-    return Answer("taken", {"model.kind": "huggingface", row.target: key.value})
-
-
 def dataset(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     name = str(key.value)
     if name.lower().startswith(_NOT_ON_THE_HUB):
         return to_do("write data.train: {kind: custom, target: 'file.py:Name'}, with the class of the Dataset")
-    if name.startswith((".", "/")) or Path(name).suffix in _FILES:
+    if not _is_hub_dataset(name):
         return to_do("tokenize it (lockstep data prepare), then write data.train: {kind: tokens, folder: FOLDER}")
     return Answer("taken", {"data.train.kind": "huggingface", row.target: name})
 
 
-def _hub_dataset(file: ForeignFile) -> str | None:
-    key = file.find(*keys_for("dataset", "data.train.name"))
-    name = None if key is None else str(key.value)
-    if name is None or name.lower().startswith(_NOT_ON_THE_HUB) or name.startswith((".", "/")):
-        return None
-    return None if Path(name).suffix in _FILES else name
+def _is_hub_dataset(name: str) -> bool:
+    return (
+        not name.lower().startswith(_NOT_ON_THE_HUB) and name[:1] not in (".", "/") and Path(name).suffix not in _FILES
+    )
 
 
 def data_key(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     """Convert a key of data.train for a dataset of the hub; `block_size` packs documents into blocks."""
-    kind = file.value("data.train.kind")
-    if kind is None and _hub_dataset(file) is None:
+    kind, name = file.value("data.train.kind"), file.value(*keys_for("dataset", "data.train.name"))
+    if kind is None and (name is None or not _is_hub_dataset(str(name))):
         places = "data.train.max_length (huggingface) or length (tokens)"
         return to_do(f"write it with data.train.kind, as {places if row.target.endswith('max_length') else row.target}")
     if kind not in (None, "huggingface") and row.target == "data.train.max_length":
@@ -105,23 +85,6 @@ def data_key(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     return taken(row.target, key.value)
 
 
-def evaluation_split(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    name = _hub_dataset(file)
-    if name is None:
-        return to_do("write a dataset under data.evaluation")
-    plain_name = str(key.value).replace("_", "").replace("-", "").isalnum()
-    place = f"{row.target}.{key.value if plain_name else 'held-out'}"
-    settings: dict[str, object] = {f"{place}.kind": "huggingface", f"{place}.name": name, f"{place}.split": key.value}
-    for same in ("configuration", "text", "label", "max_length"):
-        value = file.value(*keys_for("data key", f"data.train.{same}"))
-        if value is not None:
-            settings[f"{place}.{same}"] = value
-    if file.find("block_size") is not None:
-        settings[f"{place}.packed"] = True
-    return derived("as data.train, with that split", settings)
-
-
 MODEL_RULES: Mapping[str, Rule] = {
-    "model": model, "task": task, "labels": labels, "shape": shape, "model type": model_type,
-    "dataset": dataset, "data key": data_key, "evaluation split": evaluation_split,
+    "model": model, "task": task, "shape": shape, "dataset": dataset, "data key": data_key,
 }  # fmt: skip

@@ -3,10 +3,10 @@
     {"state": {0: {"exp_avg": ...}}, "param_groups": [{"params": [0, 1], "lr": ...}]}          torch, by number
     {"state": {"0.weight": {...}}, "param_groups": [{"params": ["0.weight"], ...}]}            torch, by name
     {"state.0.weight.exp_avg": ..., "param_groups.0.weight.lr": ...}                           torch, flat
-        -->  {"exp_avg": {"0.weight": tensor}}, {"weight_decay": {"0.weight": 0.01}}
+        -->  {"0.weight": {"exp_avg": tensor, "step": 2}}
 
-Numbers follow the order in which the program listed its parameters. Without names in the file it is that of the model,
-in one group, or in two by one of a few rules; exactly one has to fit all shapes.
+Numbers follow the order in which the program listed its parameters. Without names in the file it is the model's, in one
+group, or in two by one of a few rules; exactly one has to fit all shapes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class PeerOptimizer:
     """Optimizer state by number or name.
 
     Attributes:
-        place: The file or folder.
         states: State of each parameter: tensors, and `step`.
         groups: Parameters of each group.
         settings: The other values of each group, such as `lr`.
@@ -54,10 +53,6 @@ class PeerOptimizer:
         """The largest step count of a parameter; 0 without one."""
         return max((int(state.get("step", 0)) for state in self.states.values()), default=0)
 
-    @property
-    def settings_by_name(self) -> Mapping[Any, Mapping[str, Any]]:
-        return {name: values for group, values in zip(self.groups, self.settings, strict=False) for name in group}
-
 
 @dataclass(frozen=True, slots=True)
 class PeerCheckpoint:
@@ -65,7 +60,7 @@ class PeerCheckpoint:
 
     Attributes:
         weights: Its tensors, and the keys of what isn't imported.
-        description: What was read, if that isn't plain from its name.
+        description: What was read, if the name doesn't say it.
         optimizer: None: it has none, or wasn't read.
         in_order: Whether the weights are in the order of the model that wrote them.
         step, samples, epoch: How far it was; None: not recorded.
@@ -122,9 +117,11 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     single = {
         key: each.item() if isinstance(each, Tensor) and each.numel() == 1 else each for key, each in group.items()
     }
-    several = {key: each if key == "betas" else [each] for key, each in single.items()}
-    plain = {key for key, each in several.items() if isinstance(each, list | tuple) and all(map(_is_number, each))}
-    return {key: each for key, each in single.items() if key in plain}
+    return {key: each for key, each in single.items() if (_is_pair if key == "betas" else _is_number)(each)}
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_number, value))
 
 
 def _is_number(value: object) -> bool:
@@ -207,14 +204,13 @@ def _only_order(
     sizes = " and ".join(str(len(group)) for group in keys)
     why = "several orders of the model's parameters fit" if fitting else "no usual order of the model's parameters fits"
     raise ConfigError(
-        f"{peer.place}: the optimizer's parameters have numbers, not names, in groups of {sizes}, and {why}. Give the "
-        f"groups `param_names` where the file was made (torch.optim does if it is made from named_parameters()), or "
-        f"import the weights alone, without --config"
+        f"{peer.place}: the optimizer's parameters have numbers, not names, in groups of {sizes}, and {why}. Save them "
+        f"with names (make the optimizer from named_parameters()), or import only weights, without --config"
     )
 
 
 def _splits(model: nn.Module) -> Sequence[Callable[[str], bool]]:
-    """Return the usual rules for the parameters with weight decay: by dims; no biases and norms; no biases."""
+    """Return the usual rules for parameters with weight decay: by dims; no biases and norms; no biases."""
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
 
     def in_norm(name: str) -> bool:

@@ -138,9 +138,7 @@ def _only_optimizer(place: Path, content: Mapping[Any, Any]) -> tuple[PeerOptimi
     saved = [(key, value) for key, values in several for value in values if is_optimizer(value)]
     if len(saved) > 1:
         keys = ", ".join(readable(str(key)) for key, _ in saved)
-        raise ConfigError(
-            f"{place} has {len(saved)} optimizers ({keys}), but a run has one; import only weights: leave out --config"
-        )
+        raise ConfigError(f"{place} has several optimizers ({keys}); leave out --config to import weights only")
     return (peer_optimizer(place, saved[0][1]), saved[0][0]) if saved else (None, None)
 
 
@@ -169,7 +167,7 @@ class ImportedWeights:
         file: For `model.init_from`.
         tensors: Number of tensors.
         skipped: Other contents of the source, by key.
-        source: What was read, if that isn't plain from its name.
+        source: What was read, if the name doesn't say it.
     """
 
     file: Path
@@ -188,12 +186,8 @@ def import_weights(
 ) -> ImportedWeights:
     """Write the weights as one file, whole or not at all; replace an existing file only with `force`.
 
-    Args:
-        source: Anything that `read_peer` reads.
-        key, prefix: As there.
-
     Raises:
-        ConfigError: The source doesn't exist, has no named tensors or needs unpickling; or the target exists.
+        ConfigError: `read_peer` can't read the source, or the target exists.
         RunFailed: The target can't be written.
     """
     target = folder / FILE

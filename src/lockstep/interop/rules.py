@@ -4,8 +4,7 @@
     gradient_accumulation_steps: 2       derived      follows from batch.global_size, batch.micro_size and the ranks
     max_steps: -1                        not needed   no limit; num_train_epochs decides
 
-A rule may look at the whole file: batch sizes, lengths, warmups and precisions are set by several keys together, of
-which one decides.
+A rule may look at the whole file: several keys may set one thing together, or one of them decides.
 """
 
 from __future__ import annotations
@@ -58,9 +57,10 @@ def choice(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
 
 def requests_nothing(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer | None:
     """Return the answer if the value requests nothing or its switch is off."""
-    of_wandb = ("use_wandb", "wandb_log", "wandb.enabled")
-    is_wandb = row.key.startswith("wandb") and row.key != "wandb_log"
-    for switch in ("push_to_hub",) if row.key.startswith("hub_") else of_wandb if is_wandb else ():
+    switches: tuple[str, ...] = ("push_to_hub",) if row.key.startswith("hub_") else ()
+    if row.key.startswith("wandb") and row.key != "wandb_log":
+        switches = ("use_wandb", "wandb_log", "wandb.enabled")
+    for switch in switches:
         value = file.value(switch)
         if (value is False or (value is None and switch == "push_to_hub")) and switch != row.key:
             return not_needed(f"{switch} is off")
@@ -171,18 +171,6 @@ def warmup(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     return taken(row.target, key.value)
 
 
-def _share(row: KeyRow, part: object, whole: object, of: str, question: str) -> Answer:
-    """Return a share of a whole, or the question for it if either isn't a number."""
-    if not isinstance(part, int | float) or not isinstance(whole, int | float) or whole <= 0:
-        return asked(row.target, question)
-    return derived(f"{part} of {whole} {of}", {row.target: float(f"{part / whole:.6g}")})
-
-
-def warmup_epochs(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    question = "write schedule.warmup_steps, or schedule.warmup_ratio: a share of the run"
-    return NOTHING if key.value == 0 else _share(row, key.value, epochs_of(file), "epochs", question)
-
-
 def decay_length(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     """Compare the steps or epochs over which the rate falls with the run's length; in Lockstep they are equal."""
     lengths = [value for value in (steps_of(file), epochs_of(file)) if value is not None]
@@ -193,15 +181,13 @@ def decay_length(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     return not_there(f"the rate falls over the whole run, which is {lengths[0]} long; use the same number for both")
 
 
-def decay_steps(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    question = "write schedule.decay_ratio: the share of the run that decays"
-    return _share(row, key.value, steps_of(file), "steps", question)
-
-
 def final_rate(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    peak = file.value("learning_rate", "lr", "max_lr", "peak_lr")
-    question = "write schedule.final_ratio: the last rate as a share of the peak optim.lr"
-    return NOTHING if key.value == 0 else _share(row, key.value, peak, "at the peak", question)
+    last, peak = key.value, file.value("learning_rate", "lr", "max_lr", "peak_lr")
+    if last == 0:
+        return NOTHING
+    if not isinstance(last, int | float) or not isinstance(peak, int | float) or peak <= 0:
+        return asked(row.target, "write schedule.final_ratio: the last rate as a share of the peak optim.lr")
+    return derived(f"{last} of {peak} at the peak", {row.target: float(f"{last / peak:.6g}")})
 
 
 # --- optimizer, precision -----------------------------------------------------------------------------------------
@@ -396,8 +382,8 @@ GENERAL_RULES: Mapping[str, Rule] = {
     "not needed": lambda row, key, file: not_needed(row.note),
     "not there": lambda row, key, file: requests_nothing(row, key, file) or not_there(row.note),
     "to do": lambda row, key, file: requests_nothing(row, key, file) or to_do(row.note_for(key.value)),
-    "batch": batch, "accumulation": accumulation, "length": length, "warmup": warmup, "warmup epochs": warmup_epochs,
-    "decay length": decay_length, "decay steps": decay_steps, "final rate": final_rate, "optimizer": optimizer,
+    "batch": batch, "accumulation": accumulation, "length": length, "warmup": warmup,
+    "decay length": decay_length, "final rate": final_rate, "optimizer": optimizer,
     "betas": betas, "clip": clip, "power of two": power_of_two, "precision": precision, "interval": interval,
     "interval in epochs": interval_in_epochs, "eval strategy": eval_strategy, "save strategy": save_strategy,
     "trackers": trackers,

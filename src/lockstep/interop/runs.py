@@ -2,15 +2,12 @@
 
 checkpoint + config  -->  RUN/config.yaml, RUN/checkpoints/step-N  -->  lockstep train RUN
 
-The program's order of samples isn't known: the run continues at a place of its own order, and the ledger states
-that another program used what is before it.
+The program's order of samples isn't known: the run continues at a place of its own order, and its ledger says so.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,11 +98,10 @@ def import_run(
     if storage.names():
         raise ConfigError(Problem("", "checkpoint.folder", f"{storage.place} holds checkpoints; give another folder"))
     if config.optim.target is not None or config.optim.name not in ENTRIES:
-        name = config.optim.target or config.optim.name
-        raise ConfigError(
-            f"optim.name is {name}; optimizer state can be imported for {', '.join(ENTRIES)}. Import the weights only: "
-            f"leave out --config"
+        possible = (
+            f"optimizer state can be imported for {', '.join(ENTRIES)}; leave out --config to import weights only"
         )
+        raise ConfigError(f"optim.name is {config.optim.target or config.optim.name}, but {possible}")
     peer = read_peer(source, key, prefix, optimizer=True)
     single = config.model_copy(update={"parallel": Parallel(strategy="single")})
     with opened(single, UserObjects(trust_remote_code=trust_remote_code)) as session:
@@ -138,7 +134,7 @@ def _load(session: Session, peer: PeerCheckpoint, step: int | None, sample: int 
 
 
 def _names(peer: PeerCheckpoint, match: WeightMatch, model: nn.Module) -> tuple[Sequence[str], Mapping[str, str]]:
-    """Return the model's parameters in the order of the program, and the model's names by the file's."""
+    """Return the model's parameters in the program's order, and the model's names by the file's."""
     slots = {id(tensor): slot.name for slot, tensor in match.pairs}
     renamed = {name: slots[id(tensor)] for name, tensor in peer.weights.tensors.items() if id(tensor) in slots}
     own = [name for name, _ in model.named_parameters()]
@@ -161,10 +157,8 @@ def _progress(session: Session, peer: PeerCheckpoint, steps: int | None, samples
     if run.tokens is not None and steps:
         raise ConfigError("run.tokens: the checkpoint doesn't record tokens; set run.steps, run.samples or run.epochs")
     if is_finished(run, progress, plan.epoch_samples):
-        raise ConfigError(
-            f"{peer.weights.place} is at step {steps:,} and sample {samples:,}, where the run of this config is over "
-            f"(run has {plan.steps:,} steps); set a longer run, or --step 0 to start over"
-        )
+        at = f"{peer.weights.place} is at step {steps:,} and sample {samples:,}"
+        raise ConfigError(f"{at}, after the end of the config's run; set a longer run, or --step 0 to start over")
     return progress
 
 
@@ -172,10 +166,7 @@ def _beginning_notes(session: Session, peer: PeerCheckpoint) -> Iterator[str]:
     plan, progress = components_of(session).plan, session.progress
     optimizer = peer.optimizer.steps if peer.optimizer is not None else 0
     if optimizer and optimizer != progress.steps:
-        yield (
-            f"the optimizer has made {counted(optimizer, 'step')}, but the run begins at step {progress.steps:,}; "
-            f"--step {optimizer} begins at the optimizer's"
-        )
+        yield f"the optimizer has made {optimizer:,} steps, but the run begins at step {progress.steps:,}; see --step"
     epoch = progress.samples / plan.epoch_samples
     if peer.epoch is not None and not epoch - 1 <= peer.epoch <= epoch + 1:
         yield f"the checkpoint is of epoch {peer.epoch:g}, but this sample is at epoch {epoch:.3g}; --sample N sets it"
@@ -187,7 +178,7 @@ def _differences(session: Session, named: PeerOptimizer, progress: Progress) -> 
     optim, plan, model = components.config.optim, components.plan, components.sharding.state.model
     done = fraction_done(components.config.run, progress, plan.epoch_samples)
     rate = components.rate(done, progress.steps, plan.steps)
-    saved, differing = named.settings_by_name, dict[tuple[str, str, str], list[str]]()
+    configured: dict[str, set[str]] = {}
     for group in parameter_groups(model.named_parameters(), optim):
         own: dict[str, Any] = {"lr": rate * group["lr_scale"], "weight_decay": group["weight_decay"], "maximize": False}
         if optim.name == "sgd":
@@ -195,14 +186,19 @@ def _differences(session: Session, named: PeerOptimizer, progress: Progress) -> 
         else:
             own |= {"betas": optim.betas, "eps": optim.eps}
             own |= {"decoupled_weight_decay": optim.name == "adamw"} if group["weight_decay"] else {}
-        for name, (key, value) in itertools.product(group["names"], own.items()):
-            other = saved.get(name, {}).get(key, value)
-            if not _is_close(other, value):
-                differing.setdefault((key, _shown(other), _shown(value)), []).append(name)
-    for (key, other, value), names in differing.items():
-        remedy = _REMEDIES.get(key, f"set optim.{key}: {other}")
-        who = f"for {counted(len(names), 'parameter')} ({listed(names, 4)})"
-        yield f"{key} is {other} in the checkpoint, {value} in the config, {who}; {remedy}"
+        for key, value in own.items():
+            configured.setdefault(key, set()).add(_shown(value))
+    for key, values in configured.items():
+        saved = {_shown(group[key]) for group in named.settings if key in group}
+        if saved and saved != values:
+            theirs, ours = (" and ".join(sorted(of)) for of in (saved, values))
+            yield f"{key} is {theirs} in the checkpoint, {ours} in the config; {_REMEDIES.get(key, f'set optim.{key}')}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_shown, value))}]"
+    return json.dumps(value) if isinstance(value, bool) else f"{value:.6g}"
 
 
 _REMEDIES = {
@@ -211,16 +207,6 @@ _REMEDIES = {
     "weight_decay": "set optim.weight_decay, with optim.decay: all or matrices, or optim.rules",
     **dict.fromkeys(("dampening", "maximize"), "the next updates differ: no key sets it"),
 }
-
-
-def _shown(value: Any) -> str:
-    numbers = [*value] if isinstance(value, tuple | list) else value
-    return f"{numbers:.7g}" if isinstance(numbers, float) else json.dumps(numbers)
-
-
-def _is_close(value: Any, other: Any) -> bool:
-    pairs = zip(value, other, strict=False) if isinstance(value, tuple | list) else [(value, other)]
-    return all(math.isclose(float(a), float(b), rel_tol=1e-6, abs_tol=1e-12) for a, b in pairs)
 
 
 def _save(session: Session, folder: Path, config: Config, recipe: str) -> None:

@@ -20,7 +20,6 @@ from lockstep.interop.keys import (
     KeyRow,
     derived,
     key_rows,
-    keys_for,
     not_needed,
     not_there,
     taken,
@@ -33,15 +32,14 @@ _ALL_GPUS = ("gpu", "auto", "-1", -1)
 
 def fsdp_dtype(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     """Convert one dtype of FSDP's mixed precision, or a name that sets all of it."""
-    whole = key.word == "mixed_precision"
-    compute = precision_name(key.value) if isinstance(key.value, str) or not whole else None
-    if whole and key.value is False:
+    compute = precision_name(key.value) if isinstance(key.value, str) else None
+    if key.word != "mixed_precision":
+        return not_there("choose fp32, bf16 or fp16") if compute is None else taken(row.target, compute)
+    if key.value is False:
         return NOTHING
-    if compute is None and whole:
-        return to_do("write precision.compute: bf16 (autocast), or parallel.fsdp.mixed_precision.param_dtype")
     if compute is None:
-        return not_there("choose fp32, bf16 or fp16")
-    return derived(row.note, {row.target: compute}) if whole else taken(row.target, compute)
+        return to_do("write precision.compute: bf16 (autocast), or parallel.fsdp.mixed_precision.param_dtype")
+    return derived(row.note, {row.target: compute})
 
 
 def fsdp(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
@@ -102,10 +100,6 @@ def deepspeed_file(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     return derived(f"from {path}", settings | zero)
 
 
-def offload(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    return rules.offload(row.target, key.value)
-
-
 def cpu_offload(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     """Convert `cpu_offload`, an option of FSDP and formerly of DeepSpeed."""
     of_fsdp = any(plain(part).startswith("fsdp") for part in key.path) or file.find("sharding_strategy")
@@ -157,19 +151,8 @@ def ranks(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     return derived(f"{key.value} on {machines} machines", {row.target: key.value // machines})
 
 
-def recompute_every(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    """Convert every Nth block; without a mode in the file, checkpointing is full."""
-    switch = file.find(*keys_for("choice", "memory.activation_checkpointing.mode"))
-    if switch is not None and is_off(switch.value):
-        return not_needed(f"{switch.key} is off")
-    if key.value in (0, False):
-        return NOTHING
-    beside = {} if switch is not None else {"memory.activation_checkpointing.mode": "full"}
-    return Answer("taken", {**beside, row.target: key.value})
-
-
 STRATEGY_RULES: Mapping[str, Rule] = {
     "fsdp dtype": fsdp_dtype, "fsdp": fsdp, "wrap": wrap, "wrap size": wrap_size, "deepspeed": deepspeed_file,
-    "offload": offload, "cpu offload": cpu_offload, "strategy": strategy, "ranks": ranks,
-    "recompute every": recompute_every,
+    "offload": lambda row, key, file: rules.offload(row.target, key.value), "cpu offload": cpu_offload,
+    "strategy": strategy, "ranks": ranks,
 }  # fmt: skip

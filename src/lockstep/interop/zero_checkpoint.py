@@ -5,11 +5,11 @@
                zero_pp_rank_N_mp_rank_00_model_states.pt  the same, one file per rank: stage 3
                zero_pp_rank_N_mp_rank_00_optim_states.pt  rank N's shard of the fp32 values (also with bf16_ before it)
 
-stages 1, 2    the parameters of a group end to end, with padding | sharded as a whole: a stretch for each rank
-stage 3        each parameter, with padding, sharded by itself    | a rank's shards end to end
+stages 1, 2    the parameters of a group end to end, cut into a stretch for each rank; its file has each one's address
+stage 3        each parameter, with padding, sharded by itself; a rank's shards end to end
 
-The files pickle a few DeepSpeed objects beside tensors. STAND_INS replaces their classes with records that hold numbers
-at most; a file that names any other class is refused, with the name of the class.
+The files pickle a few DeepSpeed objects beside tensors. STAND_INS replaces their classes with records of numbers; a
+file that names any other class is refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ _KNOWN_KEYS = (
     "optimizer",
 )  # fmt: skip
 """Keys of the model's file that are read, or reported under another name."""
-_MAX_UNRECORDED_PADDING = 2  # elements per rank: DeepSpeed's padding of a group, where a file doesn't record it
 _OTHER_SAVE = "the files are of different saves, or of a DeepSpeed version with another layout"
 
 
@@ -68,7 +67,7 @@ class Number(int):
 
 
 class FragmentAddress:
-    """Stand-in for the record of where a parameter's fragment is in a rank's shard: first element and number."""
+    """Stand-in for the record of where a parameter's fragment is in a rank's shard: first element, number."""
 
     __slots__ = ("place",)
 
@@ -99,8 +98,7 @@ def read_zero(place: Path, *, moments: bool = False) -> PeerCheckpoint:
         moments: Read Adam's moments, too.
 
     Raises:
-        ConfigError: Files are missing, damaged, in another format, or name unknown classes; or `moments` of another
-            optimizer than Adam or AdamW.
+        ConfigError: Files are missing, damaged, in another format, or name unknown classes; or it isn't Adam's.
     """
     try:
         return _read(_tag_folder(place), moments)
@@ -122,10 +120,7 @@ def _read(folder: Path, moments: bool) -> PeerCheckpoint:
         if moments:
             raise ConfigError(f"{folder} has no *_optim_states.pt; optimizer state is read from ZeRO stages 1, 2 and 3")
         if model.get("param_shapes") is not None:
-            raise ConfigError(
-                f"{folder} has no *_optim_states.pt, where ZeRO keeps the fp32 values: was the save interrupted, or "
-                f"only a part of it copied? Copy all files of the folder"
-            )
+            raise ConfigError(f"{folder} has no *_optim_states.pt, where ZeRO keeps the fp32 values; copy all files")
         return _with_model(folder, 0, 1, False, model_file, model, {})
     stage, ranks = _stage_and_ranks(shards)
     _check_ranks(shards, ranks, _OPTIM_FILE)
@@ -154,7 +149,6 @@ def _read(folder: Path, moments: bool) -> PeerCheckpoint:
 def _with_model(
     folder: Path, stage: int, ranks: int, moments: bool, file: Path, model: _Contents, values: Mapping[str, Tensor]
 ) -> PeerCheckpoint:
-    """Return the checkpoint with these values and whatever else the model's file holds."""
     tensors, skipped, tied = dict(values), [], model.get("shared_params") or {}
     for name, tensor in model["module"].items():
         if name in tensors:
@@ -185,41 +179,17 @@ def _by_group(
     for file, of_rank in zip(shards, values, strict=True):
         if len(of_rank) != len(groups):
             raise ConfigError(f"{file} has {len(of_rank)} groups of values, but {model_file.name} has {len(groups)}")
-    first = next(iter(shards.values()))
     for group, shapes in enumerate(groups):
-        pieces, start = [of_rank[group] for of_rank in values], 0
-        alignment = (
-            first["param_alignment_paddings"][group] if "param_alignment_paddings" in first else [0] * len(shapes)
-        )
-        for (name, shape), padding in zip(shapes.items(), alignment, strict=True):
-            numel = math.prod(shape)
-            _check_places(shards, group, name, pieces, start, numel)
-            tensors[name] = _joined(_elements(pieces, start, numel), shape, model_file, name)
-            start += numel + padding
-        total = sum(piece.numel() for piece in pieces)
-        recorded = [contents.get("group_paddings") for contents in shards.values()]
-        known = [paddings[group] for paddings in recorded if isinstance(paddings, list) and group < len(paddings)]
-        most = sum(known) if len(known) == len(shards) else _MAX_UNRECORDED_PADDING * len(shards)
-        if not start <= total <= start + most:
-            raise ConfigError(f"{model_file}: {start:,} values of group {group}, and not {total:,}: {_OTHER_SAVE}")
+        for name, shape in shapes.items():
+            pieces = []
+            for contents, of_rank in zip(shards.values(), values, strict=True):
+                if (address := contents["param_slice_mappings"][group].get(name)) is not None:
+                    pieces += _elements([of_rank[group]], *address.place)
+            numel = sum(piece.numel() for piece in pieces)
+            if numel != math.prod(shape):
+                raise ConfigError(f"{model_file}: {readable(name)} is {list(shape)}, but {numel:,} values of it exist")
+            tensors[name] = _joined(pieces, shape, model_file, name)
     return tensors
-
-
-def _check_places(shards: _Files, group: int, name: str, pieces: Sequence[Tensor], start: int, numel: int) -> None:
-    shard_start = 0
-    for (file, contents), piece in zip(shards.items(), pieces, strict=True):
-        first, last = max(start - shard_start, 0), min(start + numel - shard_start, piece.numel())
-        shard_start += piece.numel()
-        addresses = contents.get("param_slice_mappings")
-        if first >= last or not addresses:
-            continue
-        address = addresses[group].get(name)
-        place = None if address is None else address.place
-        if place != (first, last - first):
-            raise ConfigError(
-                f"{file}: {readable(name)} is not where its shape and those before it put it ({place} instead of "
-                f"{(first, last - first)}): {_OTHER_SAVE}"
-            )
 
 
 def _by_parameter(
@@ -239,7 +209,6 @@ def _by_parameter(
 
 
 def _frozen(models: _Files) -> dict[str, Tensor]:
-    """Assemble frozen parameters, which the model's files hold; at stage 3 in shards."""
     first, model = next(iter(models.items()))
     tensors = {}
     shapes = model.get("frozen_param_shapes") if model.get("frozen_param_fragments") is not None else None
@@ -268,8 +237,7 @@ def _joined(pieces: Iterable[Tensor], shape: Sequence[int], file: Path, name: st
     flat, numel = list(pieces), math.prod(shape)
     available = sum(piece.numel() for piece in flat)
     if available < numel:
-        values = f"only {available:,} of its {numel:,} values exist"
-        raise ConfigError(f"{file}: {readable(name)} is {list(shape)}, but {values}")
+        raise ConfigError(f"{file}: {readable(name)} is {list(shape)}, but {available:,} values of it exist")
     return torch.cat(flat)[:numel].view(*shape) if flat else torch.empty(*shape)
 
 
@@ -395,18 +363,13 @@ def _refuse_model_parallel(folder: Path) -> None:
 def _check_ranks(files: Iterable[Path], num_ranks: int, pattern: re.Pattern[str]) -> None:
     by_rank = {_rank(file, pattern): file for file in files}
     first = next(iter(by_rank.values()))
+    saved = f"{first.parent} was saved by {num_ranks} ranks"
     missing = [rank for rank in range(num_ranks) if rank not in by_rank]
     if missing:
         name = re.sub(r"rank_[0-9]+_mp", f"rank_{missing[0]}_mp", first.name, count=1)
-        raise ConfigError(
-            f"{first.parent} lacks {name}: it was saved by {num_ranks} ranks, and {len(missing)} of their parts "
-            f"are missing. Copy them from the disks of their hosts"
-        )
+        raise ConfigError(f"{saved} and lacks {name}; copy the files of all their hosts")
     if len(by_rank) > num_ranks:
-        raise ConfigError(
-            f"{first.parent} was saved by {num_ranks} ranks but has files of {len(by_rank)}: those from rank "
-            f"{num_ranks} up are left from another save; move them away"
-        )
+        raise ConfigError(f"{saved} but has files of {len(by_rank)}; move away those of another save")
 
 
 def _load(file: Path) -> _Contents:
