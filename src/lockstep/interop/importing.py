@@ -113,7 +113,7 @@ def import_config(path: str | os.PathLike[str], *, ranks: int | None = None) -> 
     """Return another tool's config, or one of Lockstep's, as a mapping of sections that `lockstep.train` takes.
 
     It may be a script's YAML, a DeepSpeed JSON, HF TrainingArguments as JSON, or Accelerate's config; `lockstep config
-    import` lists what becomes of each key. Rank 0 prints on stderr what is left for you to decide. A value that the file
+    import` lists what becomes of each key. Rank 0 prints on stderr what is left to decide. A value that the file
     leaves open is `???`, and is refused until you assign one.
 
     Args:

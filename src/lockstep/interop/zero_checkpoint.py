@@ -181,7 +181,7 @@ def _by_group(
             raise ConfigError(f"{file} has {len(of_rank)} groups of values, but {model_file.name} has {len(groups)}")
     for group, shapes in enumerate(groups):
         for name, shape in shapes.items():
-            pieces = []
+            pieces: list[Tensor] = []
             for contents, of_rank in zip(shards.values(), values, strict=True):
                 if (address := contents["param_slice_mappings"][group].get(name)) is not None:
                     pieces += _elements([of_rank[group]], *address.place)
