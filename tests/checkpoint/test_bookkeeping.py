@@ -37,7 +37,7 @@ from lockstep.checkpoint.local import LocalFile, LocalStorage
 from lockstep.checkpoint.reading import Reader
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
 from lockstep.checkpoint.shard_grid import Grid
-from lockstep.checkpoint.snapshot import HostSnapshot
+from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.storage import Storage
 from lockstep.checkpoint.write_plan import WritePlan
 from lockstep.core.process_settings import paused_collection
@@ -191,8 +191,7 @@ def test_a_save_whose_manifest_would_be_too_large_fails_and_the_older_one_stays(
     monkeypatch.setattr(manifests, "MAX_BYTES", size)
     many = {f"model.{index}": torch.ones(3) for index in range(20)}
     [failure] = save(storage, [state_of(many)], 8)
-    assert failure.startswith("its manifest would have ")
-    assert failure.endswith(f" bytes, and none over {size:,} can be read again")
+    assert failure.endswith(f"the limit is {size:,}")
     assert storage.names() == [name]
     Reader(storage, name, manifest).verify()
     assert save(storage, [state_of({"model.w": torch.ones(3)})], 8) == []
@@ -299,7 +298,7 @@ def test_a_copy_makes_no_object_for_a_tensor_that_it_copies_whole() -> None:
     """Before, it made two for each: three saves of many tensors started a collection of all garbage, for 0.3 s."""
     tensors = {f"model.{number}": torch.nn.Parameter(torch.ones(3)) for number in range(500)}
     kind = local_shards(tensors["model.0"]).kind
-    snapshot = HostSnapshot(file_layout(0, [WriteItem(name, kind, kind.whole) for name in tensors]))
+    snapshot = Snapshot(file_layout(0, [WriteItem(name, kind, kind.whole) for name in tensors]), torch.device("cpu"))
     gc.collect()
     with paused_collection():
         before = len(gc.get_objects())

@@ -7,7 +7,7 @@ from pathlib import Path
 from lockstep.checkpoint import hashing
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import shard_file, with_files
-from lockstep.checkpoint.memory_parts import HostPart, files_of_whole, parts_in
+from lockstep.checkpoint.memory_saving import HostPart, files_of_whole, parts_in
 from lockstep.checkpoint.storage import MANIFEST, checkpoint_name
 from lockstep.monitor.attempts import Attempt, attempt_id, last_steps
 

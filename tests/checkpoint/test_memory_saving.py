@@ -13,8 +13,7 @@ from kit.storing import Meeting, rank_states, save, state_of, together
 from lockstep.checkpoint import reading
 from lockstep.checkpoint.loading import load_newest
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.checkpoint.memory_parts import WithMemory
-from lockstep.checkpoint.memory_saving import MemorySaver
+from lockstep.checkpoint.memory_saving import MemorySaver, WithMemory
 from lockstep.checkpoint.saving import RunMetadata, StepMetadata
 from lockstep.distributed.collectives import LocalGroup
 

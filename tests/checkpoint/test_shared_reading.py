@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from lockstep.checkpoint.loading import SharedReading
 from lockstep.checkpoint.manifest import GridEntry, Manifest, TensorEntry
-from lockstep.checkpoint.shared_reading import SharedReading
 from lockstep.checkpoint.write_plan import Holders
 from lockstep.distributed.shard_boxes import TensorInfo
 

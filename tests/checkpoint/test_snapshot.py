@@ -16,13 +16,12 @@ from kit.storing import Meeting
 from torch import Tensor
 
 from lockstep.checkpoint import snapshot
-from lockstep.checkpoint.file_image import FileImage
 from lockstep.checkpoint.file_layout import file_layout
 from lockstep.checkpoint.loading import load_newest
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
-from lockstep.checkpoint.snapshot import DeviceSnapshot
+from lockstep.checkpoint.snapshot import FileImage, Snapshot
 from lockstep.checkpoint.write_plan import WriteItem
 from lockstep.core.records import TrainingState
 from lockstep.distributed.shard_boxes import local_shards
@@ -106,7 +105,7 @@ def test_an_update_waits_until_its_memory_is_allocated(monkeypatch: Any) -> None
         monkeypatch.setattr(snapshot, "page_locked", lambda size: allowed.wait(10) and page_locked(size))
         state = {"w": torch.arange(9.0).to(DEVICE)}
         items = [WriteItem("w", local_shards(state["w"]).kind, local_shards(state["w"]).boxes[0])]
-        taken = DeviceSnapshot(file_layout(0, items), torch.device(DEVICE))
+        taken = Snapshot(file_layout(0, items), torch.device(DEVICE))
         taken.begin(state, ())
         saving = threading.Thread(target=taken.complete)
         waiting = threading.Thread(target=taken.before_update)
@@ -124,7 +123,7 @@ def test_an_update_waits_until_its_memory_is_allocated(monkeypatch: Any) -> None
 def test_a_rank_without_tensors_has_an_image() -> None:
     """Each save of a replica failed on an accelerator: the others wait for its file."""
     with simulated_rank(1, 2):
-        taken = DeviceSnapshot(file_layout(1, []), torch.device(DEVICE))
+        taken = Snapshot(file_layout(1, []), torch.device(DEVICE))
         for _ in range(2):
             taken.begin({}, ())
             taken.complete()

@@ -27,8 +27,8 @@ save_steps: 500
 """
 
 DERIVES = (
-    "Lockstep derives accumulation from the global batch: write `batch.global_size: 64` (16 x 4, times the number of "
-    "ranks it was made for) and `batch.micro_size: 16`"
+    "Lockstep derives accumulation: write `batch.global_size`, the samples of an update on all ranks, and "
+    "`batch.micro_size`, those of one forward"
 )
 
 WRONG: dict[str, tuple[str, list[str], str]] = {

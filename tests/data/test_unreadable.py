@@ -20,7 +20,6 @@ from lockstep.core.errors import RunFailed, Stopped, UnusableSamples
 from lockstep.core.out_of_memory import error_location
 from lockstep.core.planted import UnreadableSamples, plant_unreadable
 from lockstep.core.progress import Progress
-from lockstep.data import bad_samples
 from lockstep.data.custom import adapt_dataset
 from lockstep.data.sources import skipping
 from lockstep.training.job import prefix_warnings
@@ -110,9 +109,8 @@ class Once:
     ],
 )
 def test_only_the_sample_that_failed_once_is_named(
-    error: Exception | None, warning: str, policy: Any, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+    error: Exception | None, warning: str, policy: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(bad_samples, "_warned", 0)
     dataset = Once(error)
     source = skipping(adapt_dataset(dataset), BadSamples(policy=policy))
     dataset.is_bad = True

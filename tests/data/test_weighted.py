@@ -78,5 +78,5 @@ def test_wrong_weights_are_refused(weights):
 
 
 def test_a_loader_is_refused_with_what_keeps_its_order():
-    with pytest.raises(lockstep.ConfigError, match=r"train_dataset=loader\.dataset, .*WeightedDataset for weights"):
+    with pytest.raises(lockstep.ConfigError, match=r"train_dataset=loader\.dataset, .*WeightedDataset"):
         adapt_dataset(DataLoader(ITEMS))

@@ -283,13 +283,13 @@ def test_stand_ins_apply_to_deepspeed_checkpoints_only(saves: Path) -> None:
 def test_a_missing_file_of_a_rank_is_named(copied: Callable[[str], Path]) -> None:
     folder = copied("2-fp32")
     (folder / OPTIM.format(1)).unlink()
-    refused(folder.parent, rf"{TAG} lacks {OPTIM.format(1)}: it was saved by 2 ranks.*Copy")
+    refused(folder.parent, rf"{TAG} was saved by 2 ranks and lacks {OPTIM.format(1)}; copy")
 
 
 def test_a_missing_model_of_a_rank_is_named(copied: Callable[[str], Path]) -> None:
     folder = copied("3-fp32")
     (folder / f"zero_pp_rank_0_{MODEL}").unlink()
-    refused(folder, rf"lacks zero_pp_rank_0_{MODEL}: it was saved by 2 ranks")
+    refused(folder, rf"was saved by 2 ranks and lacks zero_pp_rank_0_{MODEL}")
 
 
 @pytest.mark.parametrize("lost", ["optim", "model"])
@@ -303,13 +303,13 @@ def test_a_missing_kind_of_file_is_named(copied: Callable[[str], Path], lost: st
 def test_a_file_of_a_further_rank_is_refused(copied: Callable[[str], Path]) -> None:
     folder = copied("1-fp32")
     shutil.copy(folder / OPTIM.format(1), folder / OPTIM.format(2))
-    refused(folder, "was saved by 2 ranks but has files of 3: those from rank 2 up are left from another save")
+    refused(folder, "was saved by 2 ranks but has files of 3; move away those of another save")
 
 
 def test_files_of_two_saves_are_refused(copied: Callable[[str], Path], saves: Path) -> None:
     folder = copied("2-fp32")
     shutil.copy(saves / "2" / "1-fp32" / TAG / OPTIM.format(1), folder)
-    refused(folder, f"{OPTIM.format(1)} and {OPTIM.format(0)} are of different saves: stage 1 on 2 ranks and stage 2")
+    refused(folder, "has files of different saves: .*stage 2 on 2 ranks.* and .*stage 1 on 2 ranks")
 
 
 @pytest.mark.parametrize("size", [0, 100, 3000])
@@ -317,18 +317,6 @@ def test_a_truncated_file_is_refused(copied: Callable[[str], Path], size: int) -
     folder = copied("2-fp32")
     os.truncate(folder / OPTIM.format(1), size)
     refused(folder, f"{OPTIM.format(1)} isn't a file of torch.save, or is damaged")
-
-
-def test_shapes_in_another_order_are_refused(copied: Callable[[str], Path]) -> None:
-    """Swap shapes of one size: the totals agree, but the values would be those of other parameters."""
-    folder = copied("2-fp32")
-
-    def swap(contents: Any) -> None:
-        shapes = contents["param_shapes"][0]
-        contents["param_shapes"][0] = dict(reversed(shapes.items()))
-
-    changed(folder / MODEL, swap)
-    refused(folder, "is not where its shape and those before it put it")
 
 
 @pytest.mark.parametrize(("stage", "group"), [(2, 0), (2, 1), (3, 0)])
@@ -341,7 +329,7 @@ def test_shapes_that_are_too_large_are_refused(copied: Callable[[str], Path], st
         shapes[list(shapes)[-1]] = torch.Size([2**20, 2**10])
 
     changed(file, grow)
-    refused(folder, r"is \[1048576, 1024\], but only|is not where its shape")
+    refused(folder, r"is \[1048576, 1024\], but .* values of it exist")
 
 
 @pytest.mark.parametrize(
@@ -349,11 +337,11 @@ def test_shapes_that_are_too_large_are_refused(copied: Callable[[str], Path], st
     [
         ("param_shapes", None, "isn't in DeepSpeed's format"),
         ("param_shapes", [], "has 2 groups of values, but mp_rank_00_model_states.pt has 0"),
-        ("param_shapes", [{"a": (-1,)}, {}], "isn't in DeepSpeed's format|not where its shape|and not"),
+        ("param_shapes", [{"a": (-1,)}, {}], "but 0 values of it exist"),
         ("module", [1], "isn't in DeepSpeed's format"),
         ("module", {"a": 3}, "isn't in DeepSpeed's format"),
         ("shared_params", ["a"], "isn't in DeepSpeed's format"),
-        ("frozen_param_fragments", {}, "lacks still.weight"),
+        ("frozen_param_fragments", {}, "still.weight"),
     ],
 )
 def test_a_malformed_model_file_is_refused(copied: Callable[[str], Path], key: str, value: Any, message: str) -> None:
@@ -373,8 +361,7 @@ def test_a_malformed_model_file_is_refused(copied: Callable[[str], Path], key: s
             [torch.ones(3, 2), torch.ones(2)],
             r"holds a torch.float32 of shape \[3, 2\]",
         ),
-        ("group_paddings", [-9, 0], "other save|different saves"),
-        ("param_alignment_paddings", [[0], [0]], "isn't in DeepSpeed's format"),
+        ("param_slice_mappings", [{}, {}], "values of it exist"),
     ],
 )
 def test_a_malformed_optimizer_file_is_refused(

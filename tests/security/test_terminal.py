@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.checkpoint.ownership import Owner, to_bytes
+from lockstep.checkpoint.storage import Owner, owner_bytes
 from lockstep.cli.main import main
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.terminal import plain, plain_line
@@ -72,7 +72,7 @@ def test_commands(
     run = tmp_path / "run"
     (run / "checkpoints" / f"step-00000001{ESC}").mkdir(parents=True)
     (run / "checkpoints" / f"broken-step-00000001{ESC}").mkdir()
-    (run / "checkpoints" / "owner.json").write_bytes(to_bytes(Owner(ESC, ESC, ESC)))
+    (run / "checkpoints" / "owner.json").write_bytes(owner_bytes(Owner(ESC, ESC, ESC)))
     (run / "environment.json").write_text(json.dumps({"recipe": ESC, "run": ESC}))
     (run / "config.yaml").write_text(json.dumps({**CONFIG, "launch": {"environment": {f"A{ESC}": ESC}}}))
     (run / "run.lock").write_text(ESC)

@@ -15,7 +15,7 @@ from kit.worlds import in_world
 
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.checkpoint.ownership import Owner
+from lockstep.checkpoint.storage import Owner
 from lockstep.core.errors import RunFailed
 from lockstep.monitor.folder import RunFolder
 from lockstep.training import job

@@ -8,20 +8,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.reading import Reader, read_manifest
 from lockstep.checkpoint.retention import RetentionEntry, best_step, steps_to_delete
-from lockstep.checkpoint.storage import MANIFEST, names_by_step
+from lockstep.checkpoint.storage import MANIFEST, ReadableStorage, Storage, names_by_step
 from lockstep.config.schema import Checkpoint
 from lockstep.core import checksums
 from lockstep.core.errors import ConfigError, RunFailed, VerificationError
-
-if TYPE_CHECKING:
-    from lockstep.checkpoint.storage import ReadableStorage, Storage
 
 
 @dataclass(frozen=True, slots=True)

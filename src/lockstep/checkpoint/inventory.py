@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from lockstep.checkpoint import hashing
 from lockstep.checkpoint.shard_grid import FLAT, Grid, Interval, box_grid, flat_index
+from lockstep.core.protocols import Axis
 from lockstep.distributed.generators import PREFIX
 from lockstep.distributed.shard_boxes import (
     Box,
@@ -28,9 +29,6 @@ from lockstep.distributed.shard_boxes import (
     local_shards,
     mesh_intervals,
 )
-
-if TYPE_CHECKING:
-    from lockstep.core.protocols import Axis
 
 WHOLE = -1
 _ALL_RANKS = -1

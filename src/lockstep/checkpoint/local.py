@@ -25,9 +25,7 @@ from pathlib import Path
 from typing import TypeVar
 from weakref import WeakSet
 
-from lockstep.checkpoint import ownership
-from lockstep.checkpoint.ownership import OWNER, Owner
-from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE
+from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, OWNER, Owner, owner_bytes, read_owner
 from lockstep.core.errors import RunFailed
 from lockstep.core.files import exists_anew, flush, is_same_file
 
@@ -73,7 +71,7 @@ class LocalStorage:
         return owner.run if owner is not None else self._run
 
     def owner(self) -> Owner | None:
-        return ownership.read_owner(lambda: LocalFile(self._folder / OWNER))
+        return read_owner(lambda: LocalFile(self._folder / OWNER))
 
     def set_owner(self, owner: Owner) -> None:
         self._run, self._is_owned = owner.run, True
@@ -81,7 +79,7 @@ class LocalStorage:
             return
         self._make()
         new = self._folder / f"{_MARKER}{OWNER}"
-        _write_durably(new, memoryview(ownership.to_bytes(owner)))
+        _write_durably(new, memoryview(owner_bytes(owner)))
         new.rename(self._folder / OWNER)
         flush(self._folder)
 
@@ -90,12 +88,9 @@ class LocalStorage:
         return str(self._folder)
 
     def names(self) -> list[str]:
-        return repeated(self._names, self._retry_seconds, self._folder)
-
-    def _names(self) -> list[str]:
-        if not self._folder.is_dir():
-            return []
-        return sorted(entry.name for entry in self._folder.iterdir() if entry.name.startswith(_PUBLISHED))
+        folder = self._folder
+        entries = self.again(lambda: [entry.name for entry in folder.iterdir()] if folder.is_dir() else [], folder)
+        return sorted(name for name in entries if name.startswith(_PUBLISHED))
 
     def moved_aside(self) -> dict[str, int]:
         if not self._folder.is_dir():
@@ -115,8 +110,8 @@ class LocalStorage:
             self._make()
             draft.mkdir(exist_ok=True)
 
-        repeated(make, self._retry_seconds, draft)
-        return LocalDraft(draft, self._folder / name, self._retry_seconds)
+        self.again(make, draft)
+        return LocalDraft(self, draft, self._folder / name)
 
     def with_separate_drafts(self) -> LocalStorage:
         return LocalStorage(self._folder, self._run, f"{_DRAFT}rescue-", retry_seconds=self._retry_seconds)
@@ -137,7 +132,11 @@ class LocalStorage:
 
     def open(self, name: str, file: str) -> LocalFile:
         path = self._folder / name / file
-        return repeated(lambda: LocalFile(path, self._retry_seconds), self._retry_seconds, path)
+        return self.again(lambda: LocalFile(path, self._retry_seconds), path)
+
+    def again(self, call: Callable[[], _R], place: Path) -> _R:
+        """Return `call()`, repeated while the file system is gone."""
+        return repeated(call, self._retry_seconds, place)
 
     def replace_manifest(self, name: str, manifest: bytes) -> None:
         new, target = self._folder / f"{self._draft_prefix}{name}-{MANIFEST}", self._folder / name / MANIFEST
@@ -147,7 +146,7 @@ class LocalStorage:
             new.rename(target)
             flush(target.parent)
 
-        repeated(replace, self._retry_seconds, target)
+        self.again(replace, target)
 
     def delete(self, name: str) -> None:
         deleted = self._folder / f"{_DELETED}{name}"
@@ -164,7 +163,7 @@ class LocalStorage:
         return str(target)
 
     def claim(self) -> bool:
-        repeated(self._make, self._retry_seconds, self._folder)
+        self.again(self._make, self._folder)
         others = [other._claimed for other in _claims if other is not self and other._claimed is not None]
         if any(is_same_file(self._folder / _LOCK, handle) for handle in others):
             return False
@@ -211,23 +210,23 @@ class LocalStorage:
 class LocalDraft:
     """A folder beside the published ones, on the same file system, with a prefix to its name."""
 
-    def __init__(self, draft: Path, target: Path, retry_seconds: float = 0.0) -> None:
+    def __init__(self, storage: LocalStorage, draft: Path, target: Path) -> None:
+        self._again = storage.again
         self._draft = draft
         self._target = target
-        self._retry_seconds = retry_seconds
 
     def write(self, file: str, *pieces: memoryview) -> None:
         path = self._draft / file
-        repeated(lambda: _write_durably(path, *pieces), self._retry_seconds, path)
+        self._again(lambda: _write_durably(path, *pieces), path)
 
     def read(self, file: str) -> bytes:
-        return repeated((self._draft / file).read_bytes, self._retry_seconds, self._draft / file)
+        return self._again((self._draft / file).read_bytes, self._draft / file)
 
     def remove(self, file: str) -> None:
         (self._draft / file).unlink()
 
     def publish(self, manifest: bytes) -> None:
-        repeated(lambda: self._publish(manifest), self._retry_seconds, self._target)
+        self._again(lambda: self._publish(manifest), self._target)
 
     def _publish(self, manifest: bytes) -> None:
         _write_durably(self._draft / MANIFEST, memoryview(manifest))

@@ -11,14 +11,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from lockstep.checkpoint import ownership
-from lockstep.checkpoint.ownership import OWNER, Owner
-from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, Storage
-
-if TYPE_CHECKING:
-    from lockstep.stores.blobs import BlobStore
+from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, OWNER, Owner, Storage, owner_bytes, read_owner
+from lockstep.stores.blobs import BlobStore
 
 _PUBLISHED, _MARKER = "step-", ".mark-"
 _AHEAD_BYTES = 2**22
@@ -44,11 +39,11 @@ class ObjectStorage:
         return owner.run if owner is not None else self._run
 
     def owner(self) -> Owner | None:
-        return ownership.read_owner(lambda: StoredObject(self._store, OWNER))
+        return read_owner(lambda: StoredObject(self._store, OWNER))
 
     def set_owner(self, owner: Owner) -> None:
         self._run = owner.run
-        self._store.write(OWNER, memoryview(ownership.to_bytes(owner)))
+        self._store.write(OWNER, memoryview(owner_bytes(owner)))
 
     def names(self) -> list[str]:
         objects = self._store.sizes(_PUBLISHED)

@@ -19,8 +19,7 @@ from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.file_layout import FileTable, StoredPart
 from lockstep.checkpoint.hashing import BlockHasher
 from lockstep.checkpoint.manifest import CorruptCheckpoint, FileEntry, Manifest, shard_file
-from lockstep.checkpoint.ownership import refuse_foreign
-from lockstep.checkpoint.storage import MANIFEST, names_by_step, read_small
+from lockstep.checkpoint.storage import MANIFEST, SHORT_ID, names_by_step, read_small
 from lockstep.distributed.shard_boxes import Box
 
 if TYPE_CHECKING:
@@ -40,7 +39,9 @@ def read_manifest(storage: ReadableStorage, name: str) -> Manifest:
 def checked_manifest(storage: ReadableStorage, name: str, data: bytes) -> Manifest:
     """Return the manifest that `data` holds. Raises CorruptCheckpoint, as `read_manifest` does."""
     manifest = manifests.from_bytes(data)
-    refuse_foreign(manifest, storage.run)
+    if (run := storage.run) is not None and manifest.run != run:
+        own, other = run[:SHORT_ID], manifest.run[:SHORT_ID]
+        raise CorruptCheckpoint(MANIFEST, f"belongs to another run (id {other}); the checkpoints here are of run {own}")
     if any(step != manifest.step for step in names_by_step([name])):
         raise CorruptCheckpoint(MANIFEST, f"is that of step {manifest.step}")
     return manifest

@@ -9,18 +9,14 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.reading import is_intact, read_manifest
-from lockstep.checkpoint.storage import names_by_step
+from lockstep.checkpoint.storage import Storage, names_by_step
+from lockstep.config.schema import Checkpoint
 from lockstep.core.directions import best_of, is_better
 from lockstep.core.progress import Progress
 from lockstep.plan.schedule import is_due
-
-if TYPE_CHECKING:
-    from lockstep.checkpoint.storage import Storage
-    from lockstep.config.schema import Checkpoint
 
 _log = logging.getLogger("lockstep.checkpoint")
 

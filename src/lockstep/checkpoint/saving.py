@@ -19,28 +19,23 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch
 
 from lockstep.checkpoint import hashing
 from lockstep.checkpoint import manifest as manifests
+from lockstep.checkpoint.file_layout import FileLayout
 from lockstep.checkpoint.hashing import BlockHasher
 from lockstep.checkpoint.manifest import FileEntry, GridEntry, Manifest, TensorEntry, amended, shard_file
 from lockstep.checkpoint.reading import checked_manifest, manifest_bytes
-from lockstep.checkpoint.storage import checkpoint_name, names_by_step
+from lockstep.checkpoint.snapshot import FileImage, Snapshot
+from lockstep.checkpoint.storage import Draft, Storage, checkpoint_name, names_by_step
 from lockstep.checkpoint.write_plan import SavePlanner, WritePlan
 from lockstep.core.deferred_signals import DEFERRAL
 from lockstep.core.errors import RunFailed
-from lockstep.core.records import SaveReport
-
-if TYPE_CHECKING:
-    import torch
-
-    from lockstep.checkpoint.file_image import FileImage
-    from lockstep.checkpoint.file_layout import FileLayout
-    from lockstep.checkpoint.snapshot import Snapshot
-    from lockstep.checkpoint.storage import Draft, Storage
-    from lockstep.core.protocols import Axis
-    from lockstep.core.records import TrainingState
+from lockstep.core.protocols import Axis
+from lockstep.core.records import SaveReport, TrainingState
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,84 +12,149 @@ from __future__ import annotations
 import mmap
 import tempfile
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
+from torch import Tensor
 
-from lockstep.checkpoint.file_image import FileImage
-from lockstep.distributed.shard_boxes import live_part, shard_view
+from lockstep.checkpoint.file_layout import FileLayout, WriteItem
+from lockstep.distributed.shard_boxes import Box, flat_boxes, live_part, shard_view
 from lockstep.distributed.swapped_shard import SwappedShard
 
-if TYPE_CHECKING:
-    from pathlib import Path
+Source: TypeAlias = "Tensor | Callable[[], Tensor]"
+"""A tensor, or what reads it when it is copied."""
 
-    from torch import Tensor
 
-    from lockstep.checkpoint.file_image import Copy, Source
-    from lockstep.checkpoint.file_layout import FileLayout
+class Copy(NamedTuple):
+    """A copy to the image: of the part `where` of a tensor; None: of all of it."""
+
+    target: Tensor
+    source: Source
+    where: tuple[slice, ...] | None
+
+
+class FileImage:
+    """The bytes of a rank's file, in memory that later saves reuse.
+
+        [header | tensor a | tensor b ...][... tensor b | tensor c ...][... tensor c]     a tensor may span chunks
+
+    One block of many GB is hard to find, torch rounds page-locked memory up to a power of two, and updates' kernels may
+    not start while a driver locks pages.
+
+    Args:
+        chunk_bytes: Size of the chunks; a multiple of the size of every element.
+        new_chunk: Returns memory of a number of bytes.
+    """
+
+    def __init__(self, layout: FileLayout, chunk_bytes: int, new_chunk: Callable[[int], Tensor]) -> None:
+        self._layout = layout
+        self._chunk_bytes = chunk_bytes
+        self._new_chunk = new_chunk
+        self._chunks: list[Tensor] = []
+        self._views: list[memoryview] = []
+        self._places: list[list[tuple[Tensor, tuple[slice, ...] | None]]] | None = None  # by index in the layout
+
+    @property
+    def is_allocated(self) -> bool:
+        return self._places is not None
+
+    def allocate(self) -> None:
+        """Get the missing memory and write the header, on any thread. Raises RuntimeError if there is none."""
+        if self._places is not None:
+            return
+        for start in range(len(self._chunks) * self._chunk_bytes, self._layout.size, self._chunk_bytes):
+            chunk = self._new_chunk(min(self._chunk_bytes, self._layout.size - start))
+            self._chunks.append(chunk)
+            self._views.append(memoryview(cast("Any", chunk.numpy())))
+        self.write(0, self._layout.header)
+        self._places = [list(self._parts_of(*span)) for span in self._layout.spans()]
+
+    def copies(self, sources: Mapping[int, Source]) -> Iterator[Copy]:
+        """Yield the copies that fill the image, of tensors by their index in the layout."""
+        assert self._places is not None, "an image is allocated before it is filled"
+        for index, source in sources.items():
+            for target, where in self._places[index]:
+                yield Copy(target, source, where)
+
+    def pieces(self, start: int = 0, end: int | None = None) -> list[memoryview]:
+        """Return the bytes of the file from `start` up to `end`."""
+        stop = self._layout.size if end is None else end
+        return [self._views[index][low:high] for index, low, high in self._within_chunks(start, stop)]
+
+    def write(self, at: int, data: bytes) -> None:
+        """Write bytes into the file."""
+        written = 0
+        for piece in self.pieces(at, at + len(data)):
+            piece[:] = data[written : written + len(piece)]
+            written += len(piece)
+
+    def _within_chunks(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+        size = self._chunk_bytes
+        for index in range(start // size, -(-end // size)):
+            yield index, max(start - index * size, 0), min(end - index * size, size)
+
+    def _parts_of(self, item: WriteItem, start: int, end: int) -> Iterator[tuple[Tensor, tuple[slice, ...] | None]]:
+        """Yield memory of a tensor, and its place in it; None: all of it."""
+        sizes, dtype = item.box.sizes, getattr(torch, item.info.dtype)
+        whole, element = Box((0,) * len(sizes), sizes), 0
+        for chunk, low, high in self._within_chunks(start, end):
+            memory = self._chunks[chunk][low:high].view(dtype)
+            if high - low == end - start:
+                yield memory.view(sizes), None
+                return
+            for box in flat_boxes(sizes, element, element + len(memory)):
+                part, memory = memory[: box.elements], memory[box.elements :]
+                element += box.elements
+                yield part.view(box.sizes), box.within(whole)
+
 
 CHUNK_BYTES = 2**26  # of page-locked memory
 
 
-class HostSnapshot:
-    """A snapshot of a rank's part of the state, on the CPU or in files.
+class Snapshot:
+    """A copy of a rank's part of the state.
+
+    From an accelerator it is copied to page-locked memory on a separate stream, for which an update's kernels wait. The
+    host only waits for what `complete` copies: tensors on the host, and the first time all, since it allocates memory.
 
     Args:
-        folder: Where its memory is a file, since the state is in files too; None: in memory.
+        folder: Where the copy is a file, since the state is in files too; None: in memory.
 
     Attributes:
         image: The bytes of the rank's file, complete from `complete` until the next `begin`.
     """
 
-    def __init__(self, layout: FileLayout, folder: Path | None = None) -> None:
+    def __init__(self, layout: FileLayout, device: torch.device, folder: Path | None = None) -> None:
         self.layout = layout
-        self.image = FileImage(layout, layout.size, _pageable if folder is None else partial(_mapped, folder))
-        self.image.allocate()
+        self._device = device
+        self._is_on_host = device.type == "cpu" or folder is not None
+        if self._is_on_host:
+            self.image = FileImage(layout, layout.size, _pageable if folder is None else partial(_mapped, folder))
+            self.image.allocate()
+        else:
+            self.image = FileImage(layout, CHUNK_BYTES, page_locked)
+            self._module = torch.get_device_module(device)
+            self._stream = self._module.Stream(device)
         self._remaining: dict[int, Source] = {}
         self._done = threading.Event()
         self._done.set()
-
-    def begin(self, tensors: Mapping[str, Tensor], changing: Collection[str]) -> None:
-        """Begin the copy, on the main thread, between two updates. `changing`: names of what a forward may change."""
-        now, self._remaining = _sources(self.layout, tensors, changing)
-        self._done.clear()
-        copy(self.image.copies(now))
-
-    def complete(self) -> None:
-        """Finish the copy; on any thread."""
-        try:
-            copy(self.image.copies(self._remaining))
-        finally:
-            self._remaining = {}
-            self._done.set()
-
-    def before_update(self) -> None:
-        """Wait, on the main thread, until an update may change the tensors that `begin` received."""
-        self._done.wait()
-
-
-class DeviceSnapshot:
-    """The same for tensors on an accelerator, copied to page-locked memory on a separate stream.
-
-    An update's kernels wait for the copy. The host only waits for `complete`, which makes the first copy, since it
-    allocates the memory, and always those of tensors on the host (offloaded).
-    """
-
-    def __init__(self, layout: FileLayout, device: torch.device) -> None:
-        self.layout = layout
-        self.image = FileImage(layout, CHUNK_BYTES, page_locked)
-        self._device = device
-        self._module = torch.get_device_module(device)
-        self._stream = self._module.Stream(device)
-        self._remaining: dict[int, Source] = {}
-        self._started = threading.Event()
-        self._started.set()
         self._copied: torch.Event | None = None
 
     def begin(self, tensors: Mapping[str, Tensor], changing: Collection[str]) -> None:
+        """Begin the copy, on the main thread, between two updates. `changing`: names of what a forward may change."""
         now, later = _sources(self.layout, tensors, changing)
+        if self._is_on_host:
+            copy(self.image.copies(now))
+            self._remaining = later
+        else:
+            self._begin_on_stream(now, later)
+        if self._remaining:
+            self._done.clear()
+
+    def _begin_on_stream(self, now: dict[int, Tensor], later: dict[int, Source]) -> None:
         current = self._module.current_stream(self._device)
         self._stream.wait_stream(current)
         with self._module.stream(self._stream):
@@ -102,36 +167,28 @@ class DeviceSnapshot:
                 self._remaining = {**{index: source.clone() for index, source in now.items()}, **later}
                 current.wait_event(self._stream.record_event())
             self._copied = self._stream.record_event()
-        if self._remaining:
-            self._started.clear()
 
     def complete(self) -> None:
+        """Finish the copy; on any thread."""
         try:
             self.image.allocate()  # also of a rank that has no tensor to write
-            if self._remaining:
+            if self._is_on_host:
+                copy(self.image.copies(self._remaining))
+            elif self._remaining:
                 with self._module.stream(self._stream):
                     copy(self.image.copies(self._remaining))
                     self._copied = self._stream.record_event()
         finally:
             self._remaining = {}
-            self._started.set()
-        assert self._copied is not None, "a snapshot is begun before it is completed"
-        self._copied.synchronize()
+            self._done.set()
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def before_update(self) -> None:
-        self._started.wait()
+        """Wait, on the main thread, until an update may change the tensors that `begin` received."""
+        self._done.wait()
         if self._copied is not None:
             self._module.current_stream(self._device).wait_event(self._copied)
-
-
-Snapshot: TypeAlias = HostSnapshot | DeviceSnapshot
-
-
-def snapshot_of(tensors: Mapping[str, Any], device: torch.device, layout: FileLayout) -> Snapshot:
-    """Return the memory for snapshots of a state on a device."""
-    folder = next((tensor.file.parent for tensor in tensors.values() if isinstance(tensor, SwappedShard)), None)
-    is_on_host = device.type == "cpu" or folder is not None
-    return HostSnapshot(layout, folder) if is_on_host else DeviceSnapshot(layout, device)
 
 
 def page_locked(size: int) -> Tensor:

@@ -7,16 +7,37 @@ draft.publish(manifest)                                  all of it exists now, o
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import asdict, dataclass
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from lockstep.checkpoint.ownership import Owner
+from lockstep.checkpoint.hashing import hash_bytes
 
-MANIFEST = "manifest.json"
+MANIFEST, OWNER = "manifest.json", "owner.json"
+SHORT_ID = 8  # characters of a run id that messages show
+_MAX_OWNER_BYTES = 65_536
 MOVED_ASIDE = re.compile(r"[a-z]+-step-[0-9]+(-[0-9]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The run that saves to a folder.
+
+    Attributes:
+        run: Its id, made when it first started.
+        folder: Its folder when it last started, absolute; None: a session without one.
+        recipe: Its name.
+    """
+
+    run: str
+    folder: str | None
+    recipe: str
+
+    def __str__(self) -> str:
+        return f"{self.recipe} in {self.folder}" if self.folder else f"{self.recipe} (run id {self.run[:SHORT_ID]})"
 
 
 class Draft(Protocol):
@@ -124,6 +145,22 @@ def read_small(file: StoredFile, max_bytes: int) -> bytes:
         return bytes(data)
     finally:
         file.close()
+
+
+def owner_bytes(owner: Owner) -> bytes:
+    content = asdict(owner)
+    return (json.dumps({**content, "xxh3_128": hash_bytes(json.dumps(content).encode())}, indent=2) + "\n").encode()
+
+
+def read_owner(open_file: Callable[[], StoredFile]) -> Owner | None:
+    """Return the owner that a file records; None if it can't be read, or a byte isn't what was written."""
+    try:
+        data = read_small(open_file(), _MAX_OWNER_BYTES)
+        content = json.loads(data)
+        owner = Owner(str(content["run"]), content["folder"], str(content["recipe"]))
+        return owner if owner_bytes(owner) == data and isinstance(owner.folder, str | None) else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 def checkpoint_name(step: int) -> str:

@@ -14,22 +14,21 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from lockstep.checkpoint.file_layout import FileLayout, WriteItem, file_layout
 from lockstep.checkpoint.inventory import WHOLE, Inventories, Inventory, MeshSharding, gather_inventories, inventory
 from lockstep.checkpoint.manifest import ELEMENT_BYTES
 from lockstep.checkpoint.shard_grid import Grid, box_grid, flat_grid
-from lockstep.checkpoint.snapshot import Snapshot, snapshot_of
+from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.core.errors import RunFailed
 from lockstep.core.process_settings import paused_collection
+from lockstep.core.protocols import Axis
+from lockstep.core.records import TrainingState
 from lockstep.distributed.shard_boxes import ShardLike, TensorInfo, local_shards
-
-if TYPE_CHECKING:
-    import torch
-
-    from lockstep.core.protocols import Axis
-    from lockstep.core.records import TrainingState
+from lockstep.distributed.swapped_shard import SwappedShard
 
 MIN_SHARE_BYTES = 2**24
 
@@ -196,7 +195,9 @@ class SavePlanner:
             layout = self.layout(state.tensors)
             if self._snapshot is None or self._snapshot.layout != layout:
                 self._snapshot = None  # frees its memory before more is allocated
-                self._snapshot = snapshot_of(state.tensors, device, layout)
+                swapped = (tensor for tensor in state.tensors.values() if isinstance(tensor, SwappedShard))
+                folder = next((tensor.file.parent for tensor in swapped), None)
+                self._snapshot = Snapshot(layout, device, folder)
             self._snapshot.begin(state.tensors, state.changes_in_forward)
             return self._snapshot
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,12 +29,10 @@ from lockstep.core import heartbeat
 from lockstep.core.errors import Failure, OutOfMemory, RunFailed, UnusableSamples
 from lockstep.core.formatting import listed
 from lockstep.core.out_of_memory import note_location, out_of_memory_cause
+from lockstep.core.protocols import Source
 from lockstep.core.records import Batch, LeftOutSample
 from lockstep.data import noise
 from lockstep.data.order import Indices, digest
-
-if TYPE_CHECKING:
-    from lockstep.core.protocols import Source
 
 T = TypeVar("T")
 CONFIGURED = "data.leave_out"

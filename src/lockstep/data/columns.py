@@ -10,13 +10,11 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lockstep.config.schema import Config
 from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from lockstep.config.schema import Config
 
 _BLOCK = 10 << 20  # of JSON, whose keys are all columns for the datasets library, too
 

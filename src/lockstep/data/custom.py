@@ -123,9 +123,7 @@ class _Columns:
 def _check_map_style(dataset: Any) -> None:
     kind = type(dataset)
     if isinstance(dataset, str):
-        raise ConfigError(
-            f"the dataset is the text {dataset!r}; set data.train: {{kind: huggingface, name: {dataset}}}"
-        )
+        raise ConfigError(f"the dataset is the text {dataset!r}; for a name, set data.train.kind: huggingface")
     if isinstance(dataset, DataLoader):
         raise ConfigError(
             "a DataLoader isn't a dataset; pass train_dataset=loader.dataset, and collate=loader.collate_fn if it has "
@@ -260,9 +258,7 @@ def as_batch(collated: Any, samples: int) -> Batch:
     if isinstance(collated, Batch):
         return collated
     if collated is None:
-        raise RunFailed(
-            "the collate function returned None; to leave samples out, set data.bad_samples: {policy: skip}"
-        )
+        raise RunFailed("the collate function returned None; set data.bad_samples: {policy: skip} to leave samples out")
     if isinstance(collated, _MAPPING):
         inputs = dict(collated)
         named = [name for name in TARGETS if name in inputs]

@@ -52,9 +52,7 @@ class DigitsSource:
 def _load() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
-        raise ConfigError(
-            f"data kind digits takes its images from scikit-learn, which is not installed: {pip_install('digits')}"
-        )
+        raise ConfigError(f"data kind digits needs scikit-learn, which is not installed: {pip_install('digits')}")
     file = Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     if file.exists():  # importing the package takes two seconds on each rank
         rows = _rows(file)

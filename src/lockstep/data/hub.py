@@ -4,12 +4,12 @@ FOLDER saved by save_to_disk      its split
 FOLDER of files, or one file      json, jsonl, csv, parquet, txt
 name (and configuration)          cache or hub; without a network only the cache, without waiting
 
-`lockstep data fetch` fills the cache (HF_HOME, ~/.cache/huggingface by default) on a connected machine. It can then be
-copied to machines without a network, or shared with them.
+`lockstep data fetch` fills the cache (HF_HOME) on a connected machine, for machines without a network.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,11 +28,7 @@ _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parq
 
 def load_rows(name: str, configuration: str | None, split: str) -> Any:
     """Return a datasets.Dataset. Raises ConfigError: the library, the data or the split is missing."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(f"this needs the datasets library, which is not installed: {pip_install('hf')}") from error
-    datasets.disable_progress_bars()
+    _library("datasets").disable_progress_bars()
     path = Path(name).expanduser()
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
@@ -55,14 +51,7 @@ def check_texts(
     where: str,
     error: Callable[[str], Exception] = ConfigError,
 ) -> None:
-    """Raise the error for the first value that is not a text.
-
-    Args:
-        values: Of a column.
-        rows: Their numbers; a dataset's first one is 1.
-        column: Its name.
-        where: What the rows are of.
-    """
+    """Raise the error for the first value of a column that is not a text; `rows` are their numbers, from 1."""
     if set(map(type, values)) == {str}:
         return
     for number, value in zip(rows, values, strict=False):
@@ -109,13 +98,9 @@ def load_tokenizer(name: str) -> Any:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and forked workers exclude each other
     if not Path(name).expanduser().is_dir():
         needs_hub()
-    _import_transformers()
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=False
-        )  # None: a prompt of 15 s on the terminal
+    transformers = _library("transformers")
+    try:  # trust_remote_code None is a prompt of 15 s on the terminal
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise missing("tokenizer", name, error) from error
     if tokenizer.pad_token_id is None:
@@ -142,8 +127,8 @@ def end_token(tokenizer: Any) -> int | None:
 def rows_identity(rows: Any) -> tuple[object, ...]:
     """Return what distinguishes a dataset's content: the library's fingerprint, and the sizes of its files.
 
-    The fingerprint (private to the library) is a hash of the files that were read and of all that was done to the rows
-    since; it is the same in every process.
+    The fingerprint, private to the library, is a hash of the files and of all that was done to the rows since, the same
+    in every process.
     """
     sizes = sorted(os.path.getsize(file["filename"]) for file in rows.cache_files)
     return rows._fingerprint, len(rows), sizes
@@ -165,13 +150,11 @@ def tokenizer_identity(tokenizer: Any) -> str:
     return fingerprint(type(tokenizer).__name__, *content, versions)
 
 
-def _import_transformers() -> None:
+def _library(name: str) -> Any:
     try:
-        import transformers  # noqa: F401
+        return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(
-            f"this needs the transformers library, which is not installed: {pip_install('hf')}"
-        ) from error
+        raise ConfigError(f"this needs the {name} library, which is not installed: {pip_install('hf')}") from error
 
 
 def fetch(config: Config) -> Iterator[str]:
@@ -183,7 +166,7 @@ def fetch(config: Config) -> Iterator[str]:
     if not is_connected():
         raise ConfigError("the hub does not answer (no network, or HF_HUB_OFFLINE is set), so nothing can be fetched")
     if pretrained is not None and _is_remote(pretrained):
-        _import_transformers()
+        _library("transformers")
         snapshot(pretrained)
         yield f"model {pretrained}"
     for name in dict.fromkeys(section.tokenizer or pretrained for section in sections):

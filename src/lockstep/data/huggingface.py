@@ -11,10 +11,8 @@
     language-model (Lockstep)  tokens                           the next ids; with a label column, of the completion
     none (Lockstep's models)   tokens, mask                     classes if there is a label column, else the next ids
 
-Targets of -100, such as padding, are ignored. Packed datasets are tokenized once on a machine or for a shared folder:
-
-    $LOCKSTEP_CACHE/packed/KEY/    token files (`tokens`), which appear whole
-                           KEY.lock    locked by the process that tokenizes; ranks wait for it, and not in a collective
+Targets of -100, such as padding, are ignored. Packed datasets are tokenized once per machine or shared folder, into
+$LOCKSTEP_CACHE/packed/KEY/ (`tokens`); KEY.lock is held meanwhile, and ranks wait for it outside collectives.
 """
 
 from __future__ import annotations
@@ -56,7 +54,6 @@ _IGNORED = -100
 _COMPLETED = ("causal-lm", LANGUAGE_MODEL)
 _NEEDS_LABEL = {"sequence-classification": "the class", "seq2seq": "the target text"}
 _FINGERPRINT_ROWS = 256
-_SHOWN_EVERY = 1000  # documents
 
 
 def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: str | None) -> Source:
@@ -79,7 +76,10 @@ def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: s
     match task, section.label:
         case (("causal-lm" | "language-model"), str(label)):
             kind = "prompt, loss" if section.train_on_prompt else "prompt"
-            return TextSource(texts, kind, Completions(texts, label, own=own).batch)
+            end = end_token(texts.tokenizer)
+            closing = [] if end is None else [end]
+            batch = partial(_completed, texts, label, own, begin_tokens(texts.tokenizer), closing)
+            return TextSource(texts, kind, batch)
         case "masked-lm", _:
             if texts.tokenizer.mask_token_id is None:
                 raise ConfigError("masked-lm needs a tokenizer with a mask token; this one has none")
@@ -100,32 +100,35 @@ def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: s
 def _check_options(section: HuggingFaceData, task: str | None) -> None:
     model = task or "a custom model"
     completes = task in _COMPLETED and section.label is not None
-    if task in _NEEDS_LABEL and section.label is None:
-        raise ConfigError(f"{task} needs `label`, the name of the column with {_NEEDS_LABEL[task]}")
-    if task == "masked-lm" and section.label is not None:
-        raise ConfigError(
-            f"label {section.label}: masked-lm hides tokens of `text`, which are its targets; remove label"
-        )
-    if section.packed and completes:
-        raise ConfigError(
-            "packed joins documents, but a prompt and its completion are one sample; remove packed or label"
-        )
-    if section.packed and (task not in (None, *_COMPLETED) or section.label is not None):
-        raise ConfigError(
-            f"packed joins documents for language models, but {task or 'a classifier'} needs separate samples; set "
-            "packed: false"
-        )
-    if section.text_pair is not None and (section.packed or completes):
-        other = "packed" if section.packed else "label, the column with completions,"
-        raise ConfigError(f"text_pair {section.text_pair} and {other} exclude each other; remove one of them")
-    if section.train_on_prompt and not completes:
-        raise ConfigError(
-            "train_on_prompt is for language models with prompts (`text`) and completions (`label`), but this is "
-            f"{model}{'' if section.label else ' without `label`'}; remove train_on_prompt"
-        )
+    other = "packed" if section.packed else "label, the column with completions,"
     default = type(section).model_fields["mask_probability"].default  # a run's recorded config has it, too
-    if section.mask_probability != default and task != "masked-lm":
-        raise ConfigError(f"mask_probability is for masked-lm, but this is {model}; remove mask_probability")
+    refused = {
+        f"{task} needs `label`, the name of the column with {_NEEDS_LABEL.get(task or '')}": (
+            task in _NEEDS_LABEL and section.label is None
+        ),
+        f"label {section.label}: masked-lm hides tokens of `text`, which are its targets; remove label": (
+            task == "masked-lm" and section.label is not None
+        ),
+        "packed joins documents, but a prompt and its completion are one sample; remove packed or label": (
+            section.packed and completes
+        ),
+        f"packed joins documents for language models, but {task or 'a classifier'} needs separate samples; remove it": (
+            section.packed and (task not in (None, *_COMPLETED) or section.label is not None)
+        ),
+        f"text_pair {section.text_pair} and {other} exclude each other; remove one of them": (
+            section.text_pair is not None and (section.packed or completes)
+        ),
+        "train_on_prompt is for language models with prompts (`text`) and completions (`label`), but this is "
+        f"{model}{'' if section.label else ' without `label`'}; remove train_on_prompt": (
+            section.train_on_prompt and not completes
+        ),
+        f"mask_probability is for masked-lm, but this is {model}; remove mask_probability": (
+            section.mask_probability != default and task != "masked-lm"
+        ),
+    }
+    for message, is_wrong in refused.items():
+        if is_wrong:
+            raise ConfigError(message)
 
 
 class Texts:
@@ -182,13 +185,7 @@ class Texts:
 
 
 class TextSource:
-    """A source with one text for each sample.
-
-    Args:
-        kind: Kind of the batches, which is part of the fingerprint.
-        batch: Makes the batch of indices.
-        classes: Number of classes, if the targets are classes.
-    """
+    """A source with one text for each sample; `kind`, of its batches, is part of the fingerprint."""
 
     def __init__(
         self,
@@ -251,50 +248,32 @@ def _translated(texts: Texts, label: str, indices: Indices) -> Batch:
     return Batch(inputs, _valid(answers), len(indices), tokens)
 
 
-class Completions:
-    """Batches of prompts with their completions, each joined and closed by the tokenizer's end token, if it has one.
+def _completed(texts: Texts, label: str, own: bool, begin: list[int], end: list[int], indices: Indices) -> Batch:
+    """Join prompts with their completions, closed by the tokenizer's end token, if it has one.
 
     The targets are the completion, or both. A sample that is too long loses the beginning of its prompt; a completion
     that is too long by itself, its end.
-
-    Args:
-        label: Column with the completion.
-        own: For Lockstep's own models, which take `tokens`, and the next ids as targets.
     """
-
-    def __init__(self, texts: Texts, label: str, *, own: bool) -> None:
-        self._texts = texts
-        self._label = label
-        self._own = own
-        end = end_token(texts.tokenizer)
-        self._end = [] if end is None else [end]
-        self._begin = begin_tokens(texts.tokenizer)
-
-    def batch(self, indices: Indices) -> Batch:
-        columns = self._texts.at(indices)
-        plain = partial(self._texts.tokenizer, add_special_tokens=False)
-        prompts = plain(columns[self._texts.section.text])["input_ids"]
-        completions = plain(columns[self._label])["input_ids"]
-        pairs = [self._truncated(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        longest = max(len(prompt) + len(completion) for prompt, completion in pairs)
-        padding = self._texts.tokenizer.pad_token_id
-        ids = torch.full((len(pairs), longest), padding if padding is not None else 0)
-        mask, targets = torch.zeros_like(ids), torch.full_like(ids, _IGNORED)
-        for row, (prompt, completion) in enumerate(pairs):
-            joined = torch.tensor([*prompt, *completion])
-            first = 0 if self._texts.section.train_on_prompt else len(prompt)
-            ids[row, : len(joined)] = joined
-            mask[row, : len(joined)] = 1
-            targets[row, first : len(joined)] = joined[first:]
-        if self._own:
-            return Batch({"tokens": ids}, _following(targets), len(indices), int(mask.sum()))
-        return Batch({"input_ids": ids, "attention_mask": mask}, targets, len(indices), int(mask.sum()))
-
-    def _truncated(self, prompt: list[int], completion: list[int]) -> tuple[list[int], list[int]]:
-        longest = self._texts.section.max_length
-        completion = [*completion, *self._end][: max(longest - len(self._begin) - (not self._begin), 1)]
-        left = max(longest - len(completion) - len(self._begin), 0)
-        return [*self._begin, *prompt[max(len(prompt) - left, 0) :]], completion
+    columns, longest = texts.at(indices), texts.section.max_length
+    plain = partial(texts.tokenizer, add_special_tokens=False)
+    pairs: list[tuple[list[int], list[int]]] = []
+    prompts, completions = (plain(columns[name])["input_ids"] for name in (texts.section.text, label))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        completion = [*completion, *end][: max(longest - len(begin) - (not begin), 1)]
+        left = max(longest - len(completion) - len(begin), 0)
+        pairs.append(([*begin, *prompt[max(len(prompt) - left, 0) :]], completion))
+    width = max(len(prompt) + len(completion) for prompt, completion in pairs)
+    ids = torch.full((len(pairs), width), texts.tokenizer.pad_token_id or 0)
+    mask, targets = torch.zeros_like(ids), torch.full_like(ids, _IGNORED)
+    for row, (prompt, completion) in enumerate(pairs):
+        joined = torch.tensor([*prompt, *completion])
+        first = 0 if texts.section.train_on_prompt else len(prompt)
+        ids[row, : len(joined)] = joined
+        mask[row, : len(joined)] = 1
+        targets[row, first : len(joined)] = joined[first:]
+    if own:
+        return Batch({"tokens": ids}, _following(targets), len(indices), int(mask.sum()))
+    return Batch({"input_ids": ids, "attention_mask": mask}, targets, len(indices), int(mask.sum()))
 
 
 def _packed(texts: Texts, *, aligned: bool) -> Source:
@@ -305,13 +284,7 @@ def _packed(texts: Texts, *, aligned: bool) -> Source:
     section, tokenizer = texts.section, plain_tokenizer(texts.tokenizer.name_or_path, texts.tokenizer)
 
     def tokenize(folder: Path, show: Callable[[str], None]) -> None:
-        def documents() -> Iterator[str]:
-            for number, text in enumerate(texts_of(texts.rows, section.text, texts.where)):
-                if number % _SHOWN_EVERY == 0:
-                    show(f"{number:,} of {len(texts.rows):,} documents")
-                yield text
-
-        write_splits(folder, ["train"], tokenizer, documents())
+        write_splits(folder, ["train"], tokenizer, texts_of(texts.rows, section.text, texts.where), show)
 
     folder = cached_folder("packed", texts.stream_key(), f"tokenizing dataset {section.name}", tokenize)
     return open_tokens(Tokens(kind="tokens", folder=str(folder), length=section.max_length), aligned=aligned)
@@ -328,13 +301,11 @@ def _following(targets: Tensor) -> Tensor:
 
 
 def _num_outputs(rows: Any, label: str) -> int:
-    """Return the length of the label's lists, 0 or 1 for each class; 1 for a single number. Raises ConfigError."""
+    """Return the length of the label's lists, 0 or 1 for each class; 1 for numbers. Raises ConfigError."""
     lengths = {len(value) if isinstance(value, list) else 1 for value in rows[label]}
     if len(lengths) > 1:
-        raise ConfigError(
-            f"column {label} has lists of {min(lengths)} to {max(lengths)} numbers; for several classes a text, give a "
-            "list of 0 and 1, one for each class"
-        )
+        given = f"column {label} has lists of {min(lengths)} to {max(lengths)} numbers"
+        raise ConfigError(f"{given}; for several classes a text, give a list of 0 and 1, one for each class")
     return lengths.pop()
 
 
@@ -343,9 +314,7 @@ def _refuse_unlabeled(rows: Any, label: str, where: str) -> None:
     for table in rows.select_columns([label]).with_format("arrow").iter(batch_size=10_000):
         if table[label].null_count:
             number += table[label].to_pylist().index(None)
-            raise ConfigError(
-                f"{where}, row {number:,} has no value in the column {label}; remove the row or correct it"
-            )
+            raise ConfigError(f"{where}, row {number:,} has no value in the column {label}; correct or remove it")
         number += len(table)
 
 

@@ -259,8 +259,8 @@ def _epoch_samples(samples: int, global_size: int, drop_last: bool) -> int:
     if not drop_last:
         return samples
     if samples < global_size:
-        why = f"{samples} samples don't fill one batch.global_size of {global_size}"
-        raise ConfigError(f"data.drop_last leaves no data: {why}; reduce it, or set drop_last to false")
+        remedy = f"set batch.global_size to {samples} at most, or drop_last to false"
+        raise ConfigError(f"data.drop_last leaves no data: {samples} samples, {global_size} a batch; {remedy}")
     return samples // global_size * global_size
 
 

@@ -5,9 +5,8 @@
                             that it has registered: seeded for each micro-batch
                             and restored afterwards
 
-Lockstep's own sources draw noise as a function of the sample, so that augmentation and masking don't depend on how an
-update is split into ranks and micro-batches. User code draws from the generators of the process: its draws depend on
-the split, but not on earlier draws, nor on the process that fetches.
+So augmentation and masking of Lockstep's own sources don't depend on the split into ranks and micro-batches. User
+code's draws do, but not on earlier draws, nor on the process that fetches.
 """
 
 from __future__ import annotations

@@ -7,17 +7,16 @@
         row    <- (row    + mix(column, key of the round)) mod rows        even rounds
         column <- (column + mix(row,    key of the round)) mod columns     odd rounds
 
-A Feistel network over a grid instead of bits (the generalized Feistel cipher of Black and Rogaway, "Ciphers with
-Arbitrary Finite Domains", CT-RSA 2002): each round is invertible, so the whole is a bijection of the grid. A position
-whose cell is beyond N (fewer than there are rows) is permuted again until its cell is below N, which makes it a
-bijection of 0 .. N-1. The world size has no influence.
+A Feistel network over a grid instead of bits (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002):
+each round is invertible, so the whole is a bijection of the grid. A position that lands beyond N is permuted again,
+which makes it a bijection of 0 .. N-1. The world size has no influence.
 
 The samples that were used are recorded in a number that doesn't depend on order or split:
 
     digest(updates) = sum over their samples of splitmix(epoch, index)   modulo 2^40
 
-It is summed over a rank's samples, over the ranks by the vote, and over a run's updates; with seed and data it can be
-computed for any range of positions. A missing, repeated or wrong sample changes it, except in one case of 10^12.
+With seed and data it can be computed for any range of positions. A missing, repeated or wrong sample changes it, except
+in one case of 10^12.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     files, globs, datasets  --> documents --> tokenizer, end token --> FOLDER/train.tokens, .documents, .json
                                     \\-- every n-th document --------> FOLDER/held-out.tokens, ...
 
-All files are drafts until all of them are complete; then they are renamed, the headers last. A process that prepares
-the same folder meanwhile waits.
+All files are drafts until all are complete; then they are renamed, the headers last. Other processes that prepare the
+same folder wait.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ def prepare(
     names = [split.partition("[")[0], *(["held-out"] if held_out is not None else [])]
     if len(set(names)) < len(names):
         raise ConfigError("held_out writes a split named held-out, the same as split; give split another name")
-    missing = [folder for folder in (output, *output.parents) if not folder.exists()]
     target = output / _DRAFT
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -91,8 +90,8 @@ def prepare(
             draft = draft_of(target)
             draft.mkdir()
             try:
-                documents = _shown(_documents(inputs, split, column, configuration), show)
-                headers = write_splits(draft, names, loaded, documents, held_out)
+                documents = _documents(inputs, split, column, configuration)
+                headers = write_splits(draft, names, loaded, documents, show, held_out)
                 _publish(draft, output, names)
             finally:
                 remove(draft)
@@ -100,19 +99,22 @@ def prepare(
     except OSError as error:
         remedy = "; name a folder with space" if error.errno in DISK_FULL else ""
         raise ConfigError(f"{error.filename or output}: {error.strerror or error}{remedy}") from error
-    finally:
-        with suppress(OSError):  # innermost first, until one isn't empty
-            for folder in missing:
-                folder.rmdir()
 
 
 def write_splits(
-    folder: Path, names: Sequence[str], tokenizer: Tokenizer, documents: Iterator[str], held_out: int | None = None
+    folder: Path,
+    names: Sequence[str],
+    tokenizer: Tokenizer,
+    documents: Iterator[str],
+    show: Callable[[str], None],
+    held_out: int | None = None,
 ) -> dict[str, Header]:
     """Write splits of documents, every `held_out`-th to the second; return their headers. Raises OSError."""
     writers = [SplitWriter(folder, name, tokenizer) for name in names]
     try:
         for number, document in enumerate(documents):
+            if number % _BATCH == 0:
+                show(f"{number:,} documents")
             held = held_out is not None and number % held_out == held_out - 1
             writers[held].add(document)
         return {writer.name: writer.complete() for writer in writers}
@@ -133,25 +135,16 @@ def _publish(draft: Path, output: Path, names: Sequence[str]) -> None:
     flush(output)
 
 
-def _shown(documents: Iterator[str], show: Callable[[str], None]) -> Iterator[str]:
-    for number, document in enumerate(documents):
-        if number % _BATCH == 0:
-            show(f"{number:,} documents")
-        yield document
-
-
 def _documents(inputs: Sequence[str], split: str, column: str, configuration: str | None) -> Iterator[str]:
     for name in inputs:
         path = local_path(name).expanduser()
-        if path.is_dir():
-            yield from _rows(name, configuration, split, column)
-        elif files := [path] if path.is_file() else sorted(map(Path, glob.glob(name, recursive=True))):
+        files = [path] if path.is_file() else sorted(filter(Path.is_file, map(Path, glob.glob(name, recursive=True))))
+        if files and not path.is_dir():
             for file in files:
-                if file.is_file():
-                    yield from _file_documents(file, column)
+                yield from _file_documents(file, column)
         elif any(sign in name for sign in "*?["):
             raise ConfigError(f"no file matches {name}")
-        elif path.suffix:
+        elif path.suffix and not path.is_dir():
             raise ConfigError(f"there is no file {name}")
         else:
             yield from _rows(name, configuration, split, column)

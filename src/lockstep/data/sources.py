@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from lockstep.config.data_sections import BadSamples
 from lockstep.config.schema import (
@@ -20,10 +19,9 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import Source
 from lockstep.core.records import Batch
 from lockstep.data.bad_samples import CONFIGURED, SkippingSource
+from lockstep.data.custom import TRAINING, ItemReading, ItemSource, open_custom
 from lockstep.data.order import Indices
-
-if TYPE_CHECKING:
-    from lockstep.data.custom import ItemReading
+from lockstep.data.weighted import WeightedDataset
 
 LANGUAGE_MODEL = "language-model"
 """The task of Lockstep's language models."""
@@ -39,14 +37,14 @@ _TASKS = {
 
 
 def open_source(
-    section: DataSource, *, task: str | None, tokenizer: str | None, reading: ItemReading | None = None
+    section: DataSource, *, task: str | None, tokenizer: str | None, reading: ItemReading = TRAINING
 ) -> Source:
     """Return the data that `section` describes.
 
     Args:
         task: Task of a transformers model, whose inputs have other names (`input_ids`); `LANGUAGE_MODEL` for a
             language model of Lockstep; None for any other.
-        tokenizer: The model's, for sections that name none.
+        tokenizer: The model's, for sections without one.
         reading: How items of a user's dataset are read.
 
     Raises:
@@ -76,9 +74,7 @@ def open_source(
 
             return open_huggingface(section, task=task, tokenizer=tokenizer)
         case CustomData():
-            from lockstep.data.custom import TRAINING, open_custom
-
-            return open_custom(section, reading or TRAINING)
+            return open_custom(section, reading)
     raise AssertionError(f"{section.kind}: a dataset from the Python API is adapted, not opened")
 
 
@@ -88,10 +84,8 @@ def check_task(section: DataSource, task: str | None) -> None:
     if task in (None, LANGUAGE_MODEL) or tasks is None or task in tasks:
         return
     purpose = f"for {', '.join(tasks)}" if tasks else "for no model of the transformers library"
-    raise ConfigError(
-        f"data of kind {section.kind} has batches {purpose}, but this model is made for {task}; take a custom "
-        "dataset (kind: custom), whose items have the keys that the model's forward takes"
-    )
+    why = f"data of kind {section.kind} has batches {purpose}, but this model is made for {task}"
+    raise ConfigError(f"{why}; take kind: custom, whose items have the keys that the model's forward takes")
 
 
 class PreparedSource:
@@ -127,17 +121,11 @@ def skipping(
     Raises:
         ConfigError: There are no such samples, or too many.
     """
-    from lockstep.data.custom import ItemSource
-    from lockstep.data.weighted import WeightedDataset
-
     skips = bad_samples.skips
     if not (skips or ranges or later):
         return source
     if (skips or ranges) and isinstance(source, ItemSource) and isinstance(source.dataset, WeightedDataset):
-        why = (
-            "a WeightedDataset's indices are draws, which are other samples in each epoch, so none can be left out by "
-            "its index; give bad samples the weight 0"
-        )
+        why = "an index of a WeightedDataset is another sample in each epoch; give bad samples the weight 0"
         raise ConfigError(Problem("", "data.bad_samples.policy" if skips else "data.leave_out", why))
     left_out = _indices_of(ranges, source.facts.samples)
     known = dict.fromkeys(left_out, CONFIGURED)
@@ -168,7 +156,7 @@ def renamed_inputs(names: Mapping[str, str | None], batch: Batch) -> Batch:
     """Return the batch with its inputs under the names that the model's forward has.
 
     Args:
-        names: Maps names of the data to those of the forward; None: the input is removed.
+        names: Maps names of the data to the forward's; None: the input is removed.
 
     Raises:
         ConfigError: The data has no such input.

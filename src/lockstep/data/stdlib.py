@@ -40,9 +40,7 @@ def open_stdlib_text(section: StdlibText, *, aligned: bool) -> WindowSource:
     windows = cut_windows(text, section.length, f"the standard library's {section.split} text")
     available = len(windows)
     if section.samples is not None and section.samples > available:
-        raise ConfigError(
-            f"samples {section.samples} is more than the {available} that exist; set {available} or null for all"
-        )
+        raise ConfigError(f"samples {section.samples} is more than the {available} that exist; null takes all")
     windows = windows[: section.samples]
     content = fingerprint("stdlib-text", section.length, len(windows), text)
     return WindowSource(windows, content, aligned=aligned, vocabulary=256, bytes_per_token=1.0)

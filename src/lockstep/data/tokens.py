@@ -7,9 +7,8 @@ FOLDER/train.json         header, written last: the split exists if it exists
 joined    samples are windows of the stream
 whole     samples are packed documents (`pack`); no target is in another document than its input
 
-Each host downloads a split in an object store once, verified: the hash of its header names the copy in
-~/.cache/lockstep/tokens. The first process that needs it downloads it; the others wait for its lock, and not in a
-collective.
+Each host downloads a split in an object store once, verified, to ~/.cache/lockstep/tokens/(hash of its header). Other
+processes wait for the lock, not in a collective.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -39,10 +37,8 @@ from lockstep.core.records import Batch, DataFacts
 from lockstep.data import windows
 from lockstep.data.order import Indices
 from lockstep.stores.addresses import is_address
+from lockstep.stores.blobs import BlobStore
 from lockstep.stores.buckets import open_store
-
-if TYPE_CHECKING:
-    from lockstep.stores.blobs import BlobStore
 
 Integers = NDArray[np.int64]
 FORMAT = 1
@@ -56,13 +52,12 @@ _HASHED_BYTES = 2**22
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The pieces of the stream in each sample.
+    """The pieces of the stream in each sample, which holds up to `capacity` tokens.
 
     Attributes:
         starts: [pieces] Where each piece begins in the stream of tokens, ordered by sample.
         lengths: [pieces] The number of its tokens.
         bounds: [samples + 1] Sample s holds pieces bounds[s] .. bounds[s + 1].
-        capacity: Number of tokens that a sample can hold.
     """
 
     starts: Integers
@@ -96,9 +91,6 @@ def _cut(offsets: Integers, capacity: int) -> tuple[Integers, Integers]:
     """Return start and length of each piece: a document, or a part of a document that is longer than a sample."""
     lengths = np.diff(offsets)
     pieces = -(-lengths // capacity)
-    if len(pieces) == 0 or pieces.max() <= 1:
-        kept = lengths > 0
-        return (offsets[:-1], lengths) if kept.all() else (offsets[:-1][kept], lengths[kept])
     documents = np.repeat(np.arange(len(lengths)), pieces)
     number = np.arange(len(documents)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     starts = offsets[documents] + number * capacity
@@ -183,16 +175,12 @@ class Header:
 
 def open_tokens(section: Tokens, *, aligned: bool) -> Source:
     """Return the source of a split; `aligned` as for `windows.WindowSource`."""
-    length = section.length
+    length, folder = section.length, Path(section.folder).expanduser()
+    header, stored = read_header(section.folder, section.split)
     if is_address(section.folder):
-        stored = downloaded_header(section.folder, section.split)
-        header = _parsed_header(stored, f"{section.folder}/{section.split}.json")
         key = hashlib.blake2b(section.split.encode() + b"\n" + stored, digest_size=16).hexdigest()
-        download = partial(_download, section.folder, section.split, stored)
+        download = partial(_download, section.folder, section.split, header.fingerprint, stored)
         folder = cached_folder("tokens", key, f"downloading {section.folder}/{section.split}", download)
-    else:
-        folder = Path(section.folder).expanduser()
-        header = read_header(folder, section.split)
     tokens = _mapped(folder / f"{section.split}.tokens", header.dtype, header.tokens)
     if section.documents == "joined":
         return windows.WindowSource(
@@ -208,9 +196,37 @@ def open_tokens(section: Tokens, *, aligned: bool) -> Source:
 
 def tokenizer_name(folder: str, split: str) -> str:
     """Return the tokenizer of a split in a folder or at an address: folder or hub name, or `bytes`."""
-    if is_address(folder):
-        return _parsed_header(downloaded_header(folder, split), f"{folder}/{split}.json").tokenizer
-    return read_header(Path(folder).expanduser(), split).tokenizer
+    return read_header(folder, split)[0].tokenizer
+
+
+def read_header(folder: str, split: str) -> tuple[Header, bytes]:
+    """Return the header of a split in a folder or at an address, and its bytes. Raises ConfigError."""
+    name, path = f"{split}.json", Path(folder).expanduser()
+    store = open_store(folder) if is_address(folder) else None
+    if store is None and not path.is_dir():
+        raise ConfigError(f"there is no folder {path.absolute()}; {_PREPARE}")
+    try:
+        names = list(store.sizes("")) if store is not None else [file.name for file in path.iterdir()]
+        if name not in names or f"{split}.tokens" not in names:
+            splits = sorted(other.removesuffix(".tokens") for other in names if other.endswith(".tokens"))
+            there = f"it has {', '.join(splits)}" if splits else _PREPARE
+            raise ConfigError(f"{folder} has no split {split}; {there}")
+        data = read_bounded(path / name, MAX_JSON_BYTES) if store is None else _read_object(store, name)
+        values = json.loads(data)
+        header = Header(**{field.name: values[field.name] for field in fields(Header)})
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{folder}/{name} is not the header of a token file ({error!r}); {_PREPARE}") from error
+    if header.format != FORMAT:
+        raise ConfigError(f"{folder}/{name} has format {header.format}, not {FORMAT}; {_PREPARE} again")
+    return header, data
+
+
+def _read_object(store: BlobStore, name: str) -> bytes:
+    data = bytearray(min(store.size(name), MAX_JSON_BYTES))
+    store.read(name, 0, memoryview(data))
+    return bytes(data)
 
 
 class WholeDocuments:
@@ -266,32 +282,6 @@ def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np
 # --- files ------------------------------------------------------------------------------------------------------
 
 
-def read_header(folder: Path, split: str) -> Header:
-    """Return a split's header. Raises ConfigError: there is none, or its format isn't supported."""
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder.absolute()}; {_PREPARE}")
-    path = folder / f"{split}.json"
-    if not path.is_file():
-        splits = sorted(file.stem for file in folder.glob("*.json") if file.with_suffix(".tokens").is_file())
-        raise ConfigError(f"{folder} has no split {split}; " + (f"it has {', '.join(splits)}" if splits else _PREPARE))
-    try:
-        data = read_bounded(path, MAX_JSON_BYTES)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not the header of a token file ({error!r}); {_PREPARE}") from error
-    return _parsed_header(data, path)
-
-
-def _parsed_header(data: bytes | str, path: Path | str) -> Header:
-    try:
-        values = json.loads(data)
-        header = Header(**{field.name: values[field.name] for field in fields(Header)})
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not the header of a token file ({error!r}); {_PREPARE}") from error
-    if header.format != FORMAT:
-        raise ConfigError(f"{path} has format {header.format}, but this version reads {FORMAT}; {_PREPARE} again")
-    return header
-
-
 def write_header(folder: Path, split: str, header: Header) -> None:
     """Write a split's header atomically."""
     write_atomically(folder / f"{split}.json", json.dumps(asdict(header), indent=2) + "\n")
@@ -303,23 +293,6 @@ def _mapped(path: Path, dtype: str, items: int) -> NDArray[np.generic]:
     if size != expected:
         raise ConfigError(f"{path} has {size} bytes, but its header states {expected}; {_PREPARE} again")
     return np.memmap(path, dtype=dtype, mode="r", shape=(items,)).view(np.ndarray)
-
-
-def downloaded_header(address: str, split: str) -> bytes:
-    """Return the header of a split as stored. Raises ConfigError."""
-    store = open_store(address)
-    name = f"{split}.json"
-    try:
-        sizes = store.sizes("")
-        if name not in sizes:
-            splits = sorted(other.removesuffix(".json") for other in sizes if other.endswith(".json"))
-            has = f"it has {', '.join(splits)}" if splits else "copy there what `lockstep data prepare` writes"
-            raise ConfigError(f"{address} has no split {split}; {has}")
-        data = bytearray(min(sizes[name], MAX_JSON_BYTES))
-        store.read(name, 0, memoryview(data))
-    except OSError as error:
-        raise ConfigError(f"{error.filename or address}: {error.strerror or error}") from error
-    return bytes(data)
 
 
 def cached_folder(kind: str, key: str, work: str, make: Callable[[Path, Callable[[str], None]], None]) -> Path:
@@ -347,7 +320,9 @@ def cached_folder(kind: str, key: str, work: str, make: Callable[[Path, Callable
     return entry
 
 
-def _download(address: str, split: str, header: bytes, draft: Path, show: Callable[[str], None]) -> None:
+def _download(
+    address: str, split: str, fingerprint: str, header: bytes, draft: Path, show: Callable[[str], None]
+) -> None:
     store, hasher = open_store(address, _RETRY_SECONDS), hashlib.blake2b(digest_size=16)
     for part in ("tokens", "documents"):
         name = f"{split}.{part}"
@@ -356,11 +331,8 @@ def _download(address: str, split: str, header: bytes, draft: Path, show: Callab
         with (draft / name).open("rb") as file:
             while block := file.read(_HASHED_BYTES):
                 hasher.update(block)
-    if hasher.hexdigest() != _parsed_header(header, f"{address}/{split}.json").fingerprint:
-        raise ConfigError(
-            f"the files of split {split} in {store.place} are not those that {split}.json describes; copy there "
-            "again what `lockstep data prepare` has written"
-        )
+    if hasher.hexdigest() != fingerprint:
+        raise ConfigError(f"the files of split {split} in {store.place} are not those that {split}.json describes")
     (draft / f"{split}.json").write_bytes(header)
 
 

@@ -4,9 +4,8 @@
     draws          |----|----|----|---      evenly spaced, from a start that is keyed by the epoch
     samples            0    1    1    3     in the order of the run, which shuffles the draws
 
-So a sample is drawn as often as torch's WeightedRandomSampler (with replacement) draws it on average, in each epoch but
-for one draw (systematic sampling: Madow and Madow, Ann. Math. Statist. 15, 1944). Its draws are a function of
-seed, epoch and position: they are the same on any number of ranks, and after any resume.
+A sample is drawn as often as torch's WeightedRandomSampler (with replacement) draws it on average, give or take one
+(systematic sampling: Madow and Madow, Ann. Math. Statist. 15, 1944). Draws depend only on seed, epoch and position.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ class WeightedDataset(torch.utils.data.Dataset[Any]):
         self.weights = np.asarray(weights, np.float64)
         self._samples = len(dataset) if samples is None else samples
         if self.weights.shape != (len(dataset),):
-            raise ConfigError(
-                f"weights of the shape {list(self.weights.shape)} for {len(dataset)} samples; give one each"
-            )
+            raise ConfigError(f"{list(self.weights.shape)} weights for {len(dataset)} samples; give one each")
         if not (np.isfinite(self.weights).all() and (self.weights >= 0).all() and self.weights.any()):
             raise ConfigError("weights must be finite and not negative, and one at least above 0")
         self._ends = np.cumsum(self.weights)

@@ -28,9 +28,9 @@ def cut_windows(tokens: Tokens, length: int, name: str) -> Tokens:
         ConfigError: The stream is shorter than a window.
     """
     if len(tokens) <= length:
+        most = max(0, len(tokens) - 1)
         raise ConfigError(
-            f"{name} has {len(tokens)} tokens, too few for one sample of length {length} (and the token after it); "
-            f"length can be {max(0, len(tokens) - 1)} at most"
+            f"{name} has {len(tokens)} tokens, too few for a sample of length {length}; set {most} at most"
         )
     samples = (len(tokens) - 1) // length
     step = tokens.strides[0]

@@ -2,7 +2,7 @@
 
 foreign          a config of another tool, as keys with values
 keys             the meaning of each key: the rows of keys.md
-rules            how a row converts a value (also strategy_rules, model_rules)
+rules            how a row converts a value (also strategy_rules)
 answers          what becomes of one key
 importing        all keys of a file together, checked
 hints            the same rows in error messages about unknown keys

@@ -17,11 +17,10 @@ from lockstep.core.closest import closest_match
 from lockstep.interop import deepspeed
 from lockstep.interop.foreign import ForeignFile, ForeignKey, is_off, plain
 from lockstep.interop.keys import NOTHING, Answer, KeyRow, key_rows, not_needed, taken
-from lockstep.interop.model_rules import MODEL_RULES
 from lockstep.interop.rules import GENERAL_RULES, Rule
 from lockstep.interop.strategy_rules import STRATEGY_RULES
 
-RULES: Mapping[str, Rule] = {**GENERAL_RULES, **STRATEGY_RULES, **MODEL_RULES}
+RULES: Mapping[str, Rule] = {**GENERAL_RULES, **STRATEGY_RULES}
 _WHOLE = ("not needed", "not there", "to do")
 _SECTIONS_WITH_KEYS = (
     "mode", "project", "comment", "description", "checkpointing", "enable_checkpointing", "ddp", "multi_gpu",
@@ -50,7 +49,10 @@ def answered(key: ForeignKey, file: ForeignFile) -> Answer:
         return NOTHING if is_off(key.value) else not_needed("its section determines it")
     if key.value in (None, "auto", [], {}) and key.word in _known_words():
         return NOTHING
-    return _flat_deepspeed(key, file) or _unknown(key, _known_words())
+    zero = ("zero_optimization",) if key.word in keys_of("zero_optimization", ["pass", "only", "refuse"]) else ()
+    is_known = zero or key.word in keys_of("", ["pass", "only"])
+    flat = deepspeed.answer((*zero, key.word), key, file) if is_known else None
+    return flat or _unknown(key, _known_words())
 
 
 def _row(path: Sequence[str]) -> KeyRow | None:
@@ -96,12 +98,6 @@ def _inside_deepspeed(path: tuple[str, ...], file: ForeignFile) -> tuple[str, ..
         of_accelerate = path[1] in ("gradient_accumulation_steps", "gradient_clipping")
         return () if of_accelerate else path[1:]
     return path if path[0] == "zero_optimization" else ()
-
-
-def _flat_deepspeed(key: ForeignKey, file: ForeignFile) -> Answer | None:
-    if key.word in keys_of("zero_optimization", ["pass", "only", "refuse"]):
-        return deepspeed.answer(("zero_optimization", key.word), key, file)
-    return deepspeed.answer((key.word,), key, file) if key.word in keys_of("", ["pass", "only"]) else None
 
 
 def is_lockstep_key(path: Sequence[str]) -> bool:

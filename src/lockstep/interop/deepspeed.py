@@ -16,7 +16,7 @@ from lockstep.config.deepspeed_keys import DeepSpeedKey, deepspeed_keys
 from lockstep.config.wording import yaml_like
 from lockstep.interop import rules
 from lockstep.interop.foreign import ForeignFile, ForeignKey, is_off, plain
-from lockstep.interop.keys import NOTHING, Answer, asked, derived, key_rows, not_needed, not_there, taken, to_do
+from lockstep.interop.keys import NOTHING, Answer, Status, asked, derived, key_rows, not_needed, not_there, taken, to_do
 
 _CONFIG = "parallel.deepspeed.config"
 _SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
@@ -29,32 +29,37 @@ _SET_BY_ARGUMENTS = {
 
 
 def answer(path: Sequence[str], key: ForeignKey, file: ForeignFile) -> Answer | None:
-    """Return what becomes of a key; None if DeepSpeed has no such key.
-
-    Args:
-        path: The key within DeepSpeed's config.
-    """
+    """Return what becomes of the key at this path of DeepSpeed's config; None if DeepSpeed has no such key."""
     names = (".".join(path[:length]) for length in range(len(path), 0, -1))
     row = next((deepspeed_keys()[name] for name in names if name in deepspeed_keys()), None)
-    if row is None or (row.rule in ("section", "same") and row.path != ".".join(path)):
-        return _automatic(path, row, file) if key.value == "auto" else None
     if key.value == "auto":
         return _automatic(path, row, file)
+    if row is None or (row.rule in ("section", "same") and row.path != ".".join(path)):
+        return None
     if path[-1] == "enabled" and not isinstance(key.value, bool | None):
         return rules.no_switch(key.value)
     match row.rule:
         case "section":
             return NOTHING if key.value in (None, {}) else not_there("it is a mapping")
         case "pass":
-            return _passed_on(path, key, file)
+            stage = file.value("zero_optimization.stage", "zero_stage", "stage")
+            needs_stage = path[0] == "zero_optimization" and stage is not None
+            beside = {f"{_CONFIG}.zero_optimization.stage": stage} if needs_stage else {}
+            return Answer("taken", {**beside, ".".join((_CONFIG, *path)): key.value}, "passed on to DeepSpeed")
         case "only":
-            return _only(row, key, file)
+            is_usual = key.value in (row.value, None) or not (key.value or row.value)
+            if is_usual or not row.matters or (path[0] == "fp16" and file.value("fp16.enabled") is not True):
+                return not_needed(row.note)
+            return not_there(f"{row.note}; write {yaml_like(row.value)}")
         case "nvme":
             return not_needed(row.note)
         case "refuse":
             return _refused(row, path, key, file)
-        case "other":
-            return _activations(row, key)
+        case "other" if is_off(key.value):
+            return NOTHING
+        case "other":  # DeepSpeed's checkpointing is for models that call its functions, Lockstep's for any
+            status: Status = "to do" if key.word == "cpu_checkpointing" else "derived"
+            return Answer(status, {row.ours: "full"}, row.note)
     return _same(row, key, file)
 
 
@@ -69,26 +74,14 @@ def _automatic(path: Sequence[str], row: DeepSpeedKey | None, file: ForeignFile)
     return not_needed("HF Trainer sets it; in Lockstep it follows from the rest of the config")
 
 
-def _passed_on(path: Sequence[str], key: ForeignKey, file: ForeignFile) -> Answer:
-    settings: dict[str, object] = {}
-    stage = file.value("zero_optimization.stage", "zero_stage", "stage")
-    if path[0] == "zero_optimization" and stage is not None:
-        settings[f"{_CONFIG}.zero_optimization.stage"] = stage
-    return Answer("taken", settings | {".".join((_CONFIG, *path)): key.value}, "passed on to DeepSpeed")
-
-
-def _only(row: DeepSpeedKey, key: ForeignKey, file: ForeignFile) -> Answer:
-    if row.path.startswith("fp16.") and file.value("fp16.enabled") is not True:
-        return not_needed("fp16 is not on")
-    unchanged = key.value in (row.value, None) or not (key.value or row.value)
-    if unchanged or not row.matters:
-        return not_needed(row.note)
-    return not_there(f"{row.note}; write {yaml_like(row.value)}")
-
-
 def _refused(row: DeepSpeedKey, path: Sequence[str], key: ForeignKey, file: ForeignFile) -> Answer:
     if row.path.startswith("torch_autocast."):
-        return _autocast(key, file)
+        if key.word == "enabled":
+            return derived("dtype decides the precision", {}) if key.value else NOTHING
+        if key.word != "dtype" or file.value("torch_autocast.enabled") is not True:
+            return not_needed("torch_autocast is not on, or has a fixed list")
+        compute = rules.precision_name(key.value)
+        return rules.UNKNOWN_PRECISION if compute is None else taken("precision.compute", compute)
     if row.path.endswith(".cpu_offload_use_pin_memory"):
         return taken("parallel.deepspeed.pin_memory", key.value)
     if ".cpu_offload" in row.path:
@@ -97,26 +90,6 @@ def _refused(row: DeepSpeedKey, path: Sequence[str], key: ForeignKey, file: Fore
     if is_off(key.value) or file.value(f"{path[0]}.enabled") is False:
         return NOTHING
     return not_there(row.note) if row.matters else not_needed(row.note)
-
-
-def _autocast(key: ForeignKey, file: ForeignFile) -> Answer:
-    if key.word == "enabled":
-        return derived("dtype decides the precision", {}) if key.value else NOTHING
-    if key.word != "dtype":
-        return not_needed("torch's autocast has a fixed list")
-    if file.value("torch_autocast.enabled") is not True:
-        return not_needed("torch_autocast is not on")
-    compute = rules.precision_name(key.value)
-    return rules.UNKNOWN_PRECISION if compute is None else taken("precision.compute", compute)
-
-
-def _activations(row: DeepSpeedKey, key: ForeignKey) -> Answer:
-    """Convert activation checkpointing: DeepSpeed's is for models that call its functions, Lockstep's for any."""
-    if is_off(key.value):
-        return NOTHING
-    if key.word == "cpu_checkpointing":
-        return Answer("to do", {row.ours: "full"}, f"mode: full, but {row.note}")
-    return derived(row.note, {row.ours: "full"})
 
 
 def _same(row: DeepSpeedKey, key: ForeignKey, file: ForeignFile) -> Answer:

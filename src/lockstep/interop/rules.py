@@ -1,4 +1,4 @@
-"""Rules for batch, length, schedule, optimizer, precision and intervals: how they convert another tool's value.
+"""Rules for all but strategies: how they convert another tool's value.
 
     per_device_train_batch_size: 8       derived      batch.global_size: 128 = 8 x 2 x 8 ranks, batch.micro_size: 8
     gradient_accumulation_steps: 2       derived      follows from batch.global_size, batch.micro_size and the ranks
@@ -10,6 +10,7 @@ A rule may look at the whole file: several keys may set one thing together, or o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TypeAlias
 
 from lockstep.config.reading import resolve
@@ -377,6 +378,79 @@ def trackers(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     return Answer("to do", {row.target: "tensorboard" in names}, why)
 
 
+# --- models and data, which a file may only name --------------------------------------------------------------------
+
+_TASKS = ("causal-lm", "masked-lm", "seq2seq", "sequence-classification")
+_NOT_TRANSFORMERS = (
+    "resnet", "vgg", "densenet", "mobilenet", "efficientnet", "alexnet", "mlp", "cnn", "simple", "toy", "unet",
+)  # fmt: skip
+_NOT_ON_THE_HUB = ("cifar", "mnist", "imagenet", "synthetic", "random", "dummy", "fake", "toy")
+_FILES = (".txt", ".csv", ".json", ".jsonl", ".parquet", ".bin")
+_SHAPE = ("n_layer", "n_layers", "num_layers", "num_hidden_layers", "n_embd", "hidden_size", "d_model", "hidden_dim")
+
+
+def named_model(file: ForeignFile) -> ForeignKey | None:
+    return file.find(*keys_for("model", "model.pretrained"))
+
+
+def _is_on_the_hub(key: ForeignKey | None) -> bool:
+    return key is not None and isinstance(key.value, str) and not key.value.lower().startswith(_NOT_TRANSFORMERS)
+
+
+def model(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    if not isinstance(key.value, str):
+        return not_there("it must be a name")
+    if not _is_on_the_hub(key):
+        return to_do("write model: {kind: custom, target: 'file.py:Name'}, with the function that builds it")
+    return Answer("taken", {"model.kind": "huggingface", row.target: key.value})
+
+
+def task(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    name = plain(str(key.value)).replace("_", "-")
+    if name not in _TASKS or not _is_on_the_hub(named_model(file)):
+        return to_do("write model.kind and, for huggingface, model.task")
+    return taken(row.target, name)
+
+
+def shape(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    """Convert a size of a model without a name: Lockstep's transformer, or that of `model_type`."""
+    if named_model(file) is not None:
+        return to_do("the named model determines it; to change it, write model.architecture")
+    if file.find("model_type") is not None:
+        return taken(f"model.architecture.{key.path[-1]}", key.value)
+    if row.target in ("model.dropout", "") and file.find(*_SHAPE) is None:
+        return to_do("write it as an argument of your model: model.arguments")
+    return derived("for Lockstep's transformer", {"model.kind": "transformer", row.target: key.value})
+
+
+def dataset(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    name = str(key.value)
+    if name.lower().startswith(_NOT_ON_THE_HUB):
+        return to_do("write data.train: {kind: custom, target: 'file.py:Name'}, with the class of the Dataset")
+    if not _is_hub_dataset(name):
+        return to_do("tokenize it (lockstep data prepare), then write data.train: {kind: tokens, folder: FOLDER}")
+    return Answer("taken", {"data.train.kind": "huggingface", row.target: name})
+
+
+def _is_hub_dataset(name: str) -> bool:
+    return (
+        not name.lower().startswith(_NOT_ON_THE_HUB) and name[:1] not in (".", "/") and Path(name).suffix not in _FILES
+    )
+
+
+def data_key(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    """Convert a key of data.train for a dataset of the hub; `block_size` packs documents into blocks."""
+    kind, name = file.value("data.train.kind"), file.value(*keys_for("dataset", "data.train.name"))
+    if kind is None and (name is None or not _is_hub_dataset(str(name))):
+        places = "data.train.max_length (huggingface) or length (tokens)"
+        return to_do(f"write it with data.train.kind, as {places if row.target.endswith('max_length') else row.target}")
+    if kind not in (None, "huggingface") and row.target == "data.train.max_length":
+        return taken("data.train.length", key.value)
+    if key.word == "block_size":
+        return derived("documents are packed into blocks", {row.target: key.value, "data.train.packed": True})
+    return taken(row.target, key.value)
+
+
 GENERAL_RULES: Mapping[str, Rule] = {
     "rename": rename, "choice": choice,
     "not needed": lambda row, key, file: not_needed(row.note),
@@ -386,5 +460,5 @@ GENERAL_RULES: Mapping[str, Rule] = {
     "decay length": decay_length, "final rate": final_rate, "optimizer": optimizer,
     "betas": betas, "clip": clip, "power of two": power_of_two, "precision": precision, "interval": interval,
     "interval in epochs": interval_in_epochs, "eval strategy": eval_strategy, "save strategy": save_strategy,
-    "trackers": trackers,
+    "trackers": trackers, "model": model, "task": task, "shape": shape, "dataset": dataset, "data key": data_key,
 }  # fmt: skip

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -34,11 +34,8 @@ from lockstep.training.job import opened
 from lockstep.training.ledger import imported_ledger, order_of
 from lockstep.training.locations import storage_of
 from lockstep.training.resuming import Resume
-from lockstep.training.session import components_of
+from lockstep.training.session import Session, components_of
 from lockstep.training.user_objects import UserObjects
-
-if TYPE_CHECKING:
-    from lockstep.training.session import Session
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.config.devices import DEVICES
@@ -20,7 +21,6 @@ from lockstep.interop.keys import (
     KeyRow,
     derived,
     key_rows,
-    not_needed,
     not_there,
     taken,
     to_do,
@@ -69,11 +69,9 @@ def wrap(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
 
 
 def wrap_size(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    policy = str(file.value("auto_wrap_policy", "fsdp_auto_wrap_policy") or "size").upper()
-    if not key.value:
+    policy = str(file.value("auto_wrap_policy", "fsdp_auto_wrap_policy") or "size").lower()
+    if not key.value or not policy.startswith("size"):
         return NOTHING
-    if not policy.startswith("SIZE"):
-        return not_needed("it is for wrapping by size, but the file has another policy")
     return Answer("taken", {row.target: key.value, "parallel.fsdp.wrap": "size"})
 
 
@@ -83,21 +81,18 @@ def deepspeed_file(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
         return NOTHING
     if isinstance(key.value, bool):
         return taken(row.target, "deepspeed")
-    named = (file.path.parent / str(key.value), Path(str(key.value)))
-    path = next((place for place in named if place.is_file()), None)
+    path = next((place for place in (file.path.parent / str(key.value), Path(str(key.value))) if place.is_file()), None)
     if path is None:
         return not_there(f"there is no file {key.value}; import it separately: lockstep config import FILE")
-    inner = read_foreign(path, "deepspeed")
-    inner = ForeignFile(path, "deepspeed", inner.keys, file.ranks)
-    stage = next((option.value for option in inner.keys if option.word == "stage"), 0)
+    inner = replace(read_foreign(path, "deepspeed"), ranks=file.ranks)
     settings: dict[str, object] = {}
     for option in inner.keys:
         answer = deepspeed.answer([plain(part) for part in option.path], option, inner)
         if answer is None or answer.status == "not there":
             return not_there(f"{option.where}: {option.key} {answer.why if answer else 'is not a key of DeepSpeed'}")
         settings |= answer.settings
-    zero = {row.target: "deepspeed", "parallel.deepspeed.zero_stage": stage if isinstance(stage, int) else 0}
-    return derived(f"from {path}", settings | zero)
+    stage = settings.get("parallel.deepspeed.zero_stage", 0)
+    return derived(f"from {path}", {**settings, row.target: "deepspeed", "parallel.deepspeed.zero_stage": stage})
 
 
 def cpu_offload(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:

@@ -160,11 +160,11 @@ def _with_model(
         else:
             check_plain(file, name, tensor)
             tensors[name] = tensor.detach()
-    others = [readable(str(key)) for key, value in model.items() if key not in _KNOWN_KEYS and value is not None]
-    state = () if moments else ("the optimizer's state",)
+    skipped += [] if moments else ["the optimizer's state"]
+    skipped += [readable(str(key)) for key, value in model.items() if key not in _KNOWN_KEYS and value is not None]
     step, samples = (int(model[key]) if model.get(key) is not None else None for key in _PROGRESS)
     of_ranks = f" ZeRO stage {stage} on {ranks} rank{'s' * (ranks != 1)}" if stage else ""
-    weights = Weights(folder, unwrapped(tensors), (*skipped, *state, *others))
+    weights = Weights(folder, unwrapped(tensors), tuple(skipped))
     return PeerCheckpoint(weights, f"{folder}: DeepSpeed{of_ranks}", step=step, samples=samples)
 
 
@@ -209,18 +209,16 @@ def _by_parameter(
 
 
 def _frozen(models: _Files) -> dict[str, Tensor]:
+    """Assemble frozen parameters, which the model's files hold, at stage 3 in shards; a save may leave them out."""
     first, model = next(iter(models.items()))
+    if model.get("frozen_param_fragments") is None:
+        return {}
     tensors = {}
-    shapes = model.get("frozen_param_shapes") if model.get("frozen_param_fragments") is not None else None
-    for name, shape in (shapes or {}).items():  # a save may leave them out
-        pieces = []
-        for file, contents in models.items():
-            if name not in contents["frozen_param_fragments"]:
-                raise ConfigError(f"{file} isn't in DeepSpeed's format: it lacks {readable(name)}")
-            piece = contents["frozen_param_fragments"][name]
+    for name, shape in (model.get("frozen_param_shapes") or {}).items():
+        pieces = [contents["frozen_param_fragments"][name] for contents in models.values()]
+        for file, piece in zip(models, pieces, strict=True):
             check_plain(file, name, piece)
-            pieces.append(piece.detach().flatten())
-        tensors[name] = _joined(pieces, shape, first, name)
+        tensors[name] = _joined([piece.detach().flatten() for piece in pieces], shape, first, name)
     return tensors
 
 
@@ -254,23 +252,19 @@ def _flat(file: Path, key: str, tensor: Tensor) -> Tensor:
 def _stage_and_ranks(shards: _Files) -> tuple[int, int]:
     kinds = {}
     for file, contents in shards.items():
-        if _EXPERT_GROUPS in contents:
-            raise ConfigError(f"{file}: parameters are sharded in groups of experts, which can't be imported")
+        count = contents["partition_count"]
+        ranks = set(count) if isinstance(count, list) else {count}
+        if _EXPERT_GROUPS in contents or len(ranks) > 1:
+            raise ConfigError(f"{file}: parameters sharded over different ranks, as of experts, can't be imported")
         if "fp32_flat_groups" not in contents and "single_partition_of_fp32_groups" not in contents:
             raise ConfigError(f"{file} has no fp32 values of ZeRO, only {', '.join(map(str, contents))}")
         # DeepSpeed's bf16 optimizer is one of stage 1
         stage = 3 if "fp32_flat_groups" in contents else contents.get("zero_stage", 1)
-        count = contents["partition_count"]
-        ranks = set(count) if isinstance(count, list) else {count}
-        if len(ranks) > 1:
-            raise ConfigError(f"{file}: its groups are sharded over different ranks, which can't be imported")
-        kinds[file] = int(stage), int(ranks.pop())
-    first, kind = next(iter(kinds.items()))
-    for file, other in kinds.items():
-        if other != kind:
-            described = " and ".join(f"stage {stage} on {ranks} ranks" for stage, ranks in (other, kind))
-            raise ConfigError(f"{file} and {first.name} are of different saves: {described}")
-    return kind
+        kinds.setdefault((int(stage), int(ranks.pop())), file.name)
+    if len(kinds) > 1:
+        saves = " and ".join(f"{name} (stage {stage} on {ranks} ranks)" for (stage, ranks), name in kinds.items())
+        raise ConfigError(f"{next(iter(shards)).parent} has files of different saves: {saves}")
+    return next(iter(kinds))
 
 
 def _optimizer_of(contents: _Contents, stage: int) -> Any:
@@ -281,10 +275,7 @@ def _adam_states(file: Path, contents: _Contents, stage: int) -> list[_Contents]
     """Return the state of each group, in the layout of the values."""
     states = optimizer = _optimizer_of(contents, stage)
     if not isinstance(optimizer, list):  # it is one with `elastic_checkpoint`
-        keys = [key for group in optimizer["param_groups"] for key in group["params"]]
-        if any(key not in optimizer["state"] for key in keys):
-            raise ConfigError(f"{file} has no optimizer state for some parameters: was it saved before any update?")
-        states = [optimizer["state"][key] for key in keys]
+        states = [optimizer["state"][key] for group in optimizer["param_groups"] for key in group["params"]]
     for state in states:
         if {*state} - {"step"} != {*_MOMENTS}:
             entries = ", ".join(map(readable, map(str, state))) or "nothing"
@@ -324,10 +315,10 @@ def _tag_folder(place: Path) -> Path:
         tag = file.read(4096).decode(errors="replace").strip()
     if tag in ("", ".", "..") or Path(tag).name != tag or not tag.isprintable():
         raise ConfigError(f"{latest} doesn't name a folder beside it: {tag!r}")
-    if _is_tag(place / tag):
-        return place / tag
-    tags = ", ".join(readable(entry.name) for entry in sorted(place.iterdir()) if _is_tag(entry)) or "none"
-    raise ConfigError(f"{latest} names {tag}, which isn't there or has no checkpoint; those there: {tags}")
+    if not _is_tag(place / tag):
+        tags = ", ".join(readable(entry.name) for entry in sorted(place.iterdir()) if _is_tag(entry)) or "none"
+        raise ConfigError(f"{latest} names {tag}, which isn't there or has no checkpoint; those there: {tags}")
+    return place / tag
 
 
 def _is_tag(folder: Path) -> bool:
@@ -352,12 +343,10 @@ def _files_by_rank(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 
 def _refuse_model_parallel(folder: Path) -> None:
-    for pattern in (_MODEL_FILE, _OPTIM_FILE):
-        for file in _files(folder, pattern):
-            if int(cast("re.Match[str]", pattern.fullmatch(file.name))["tensor"]) > 0:
-                raise ConfigError(f"{file}: tensor-parallel checkpoints (mp_rank above 00) can't be imported")
-    for file in _files(folder, _PIPELINE_OR_EXPERT_FILE):
-        raise ConfigError(f"{file}: DeepSpeed checkpoints of pipelines and experts can't be imported")
+    for file in folder.iterdir():
+        match = _MODEL_FILE.fullmatch(file.name) or _OPTIM_FILE.fullmatch(file.name)
+        if (match and int(match["tensor"]) > 0) or _PIPELINE_OR_EXPERT_FILE.fullmatch(file.name):
+            raise ConfigError(f"{file}: tensor-parallel checkpoints, and those of pipelines and experts, can't be read")
 
 
 def _check_ranks(files: Iterable[Path], num_ranks: int, pattern: re.Pattern[str]) -> None:

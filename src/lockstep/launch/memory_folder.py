@@ -44,7 +44,7 @@ class MemoryFolder:
 
         Args:
             hosts: Number of hosts of a run on several. Snapshots stay then: who reads them checks whether they are
-                valid (`checkpoint.memory_parts`). Launchers on one machine have a folder each.
+                valid (`HostPart`). Launchers on one machine have a folder each.
         """
         name = _name_of(run)
         try:

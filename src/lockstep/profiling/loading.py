@@ -1,6 +1,6 @@
 """Measures the data loader alone: what a sample costs, and how many samples a second N workers deliver.
 
-    cost       micro-batches in this process, their stages timed             mean, 95th percentile, slowest sample
+    cost       micro-batches in this process, their items timed              mean, 95th percentile, slowest sample
     settings   0 workers, 1, 2, 4 ... CPUs of a rank: first micro-batch | those prefetched | timed
 
 Dataset, collate, order and micro-batches are those of the run's first rank. Each setting continues where the last has
@@ -23,7 +23,7 @@ from lockstep.core.formatting import short_time
 from lockstep.core.progress import Progress
 from lockstep.data.fetching import fetch
 from lockstep.data.loader import TrainingLoader
-from lockstep.data.stages import StageTimes, TimeIsUp, stages_timed
+from lockstep.data.stages import TimeIsUp, items_timed
 from lockstep.launch.devices import choose_ranks, count_cores
 from lockstep.models.build import parameter_facts, sketch_model
 from lockstep.monitor.folder import is_run
@@ -243,10 +243,10 @@ def _opened(config: Config, given: UserObjects) -> _OpenedData:
 
 
 def _cost(data: _OpenedData, seconds: float) -> SampleCost:
-    times = StageTimes(time.perf_counter() + seconds)
+    deadline = time.perf_counter() + seconds
     read, total = 0, 0.0
     batches: list[tuple[int, float]] = []
-    with suppress(TimeIsUp), stages_timed(data.source, times):
+    with suppress(TimeIsUp), items_timed(data.source, deadline) as items:
         for request in data.loader(data.config.data.loader).requests(Progress()):
             start = time.perf_counter()
             samples = fetch(data.source, request).samples
@@ -254,23 +254,22 @@ def _cost(data: _OpenedData, seconds: float) -> SampleCost:
                 took = time.perf_counter() - start
                 batches.append((int(request.indices[0]), took / samples))
                 read, total = read + samples, total + took
-            if batches and time.perf_counter() > times.deadline:
+            if batches and time.perf_counter() > deadline:
                 break
     if not batches:  # the time is over within the first
-        read, total = len(times.items), sum(took for _, took in times.items)
-    units = times.items or batches
+        read, total = len(items), sum(took for _, took in items)
+    units = items or batches
     ordered = sorted(took for _, took in units)
     slowest_index, slowest = max(units, key=lambda unit: unit[1])
-    staged = sum(times.seconds.values())
-    stages = {name: part / max(staged, total) for name, part in times.seconds.items()}
+    share = min(1.0, sum(took for _, took in items) / total)
     return SampleCost(
         read,
         total / read,
         ordered[math.ceil(0.95 * len(ordered)) - 1],
         slowest,
         slowest_index,
-        bool(times.items),
-        dict(sorted(stages.items(), key=lambda item: -item[1])),
+        bool(items),
+        {"items": share, "collate": 1 - share} if items else {},
     )
 
 
@@ -334,9 +333,7 @@ def data_lines(profile: DataProfile) -> Iterator[str]:
         f"take at most {short_time(cost.slow)}; the slowest, {which}, {short_time(cost.slowest)}"
     )
     if cost.stages:
-        rest = 1 - sum(cost.stages.values())
-        stages = {**cost.stages, **({"other": rest} if rest > 0.005 else {})}
-        yield "the time: " + ", ".join(f"{name} {share:.0%}" for name, share in stages.items())
+        yield "the time: " + ", ".join(f"{name} {share:.0%}" for name, share in cost.stages.items())
     if profile.settings:
         rows = [["workers", "samples/s", "tokens/s", "first batch in", ""]]
         for speed in profile.settings:

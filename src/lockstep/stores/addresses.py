@@ -45,10 +45,8 @@ def checked_address(text: str) -> str:
     if not authority:
         raise ValueError(f"{text} names no bucket; write {scheme}://bucket/run")
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/-]*", authority) is None or re.search(r"[?#%]", path):
-        raise ValueError(
-            f"an address is {scheme}://bucket/prefix and holds no credentials or options: a run writes it to its "
-            "files; set variables such as AWS_PROFILE, AWS_ENDPOINT_URL or GOOGLE_APPLICATION_CREDENTIALS"
-        )
+        remedy = "set variables such as AWS_PROFILE or GOOGLE_APPLICATION_CREDENTIALS"
+        raise ValueError(f"{scheme}://bucket/prefix holds no credentials or options, since runs record it; {remedy}")
     return f"{_SCHEMES[scheme]}://{authority}{'/' if path else ''}{path}"
 
 

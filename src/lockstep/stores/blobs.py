@@ -1,4 +1,4 @@
-"""The protocol of an object store as checkpoints need it, and a user's `ObjectStore` seen as such.
+"""The protocol of an object store as checkpoints need it, and a user's `ObjectStore` seen as one.
 
 A user's store has five verbs. A `BlobStore` also sends a file in pieces, refuses to replace an object, and copies.
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from lockstep.core.protocols import ObjectStore
+from lockstep.core.protocols import ObjectStore
 
 _R = TypeVar("_R")
 

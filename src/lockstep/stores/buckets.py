@@ -4,9 +4,8 @@ small object    one request; a new one only if there is none of that name
 large           parts of 8 MiB, four at a time, visible once all are there; a failed upload is aborted
 read            a range
 
-obstore repeats a request that isn't answered, or is answered by 5xx or 429, for a limit in seconds. Calls that end
-otherwise because an answer was cut are repeated here. obstore can't list the parts that a killed process has left: a
-rule of the bucket deletes them.
+obstore repeats a request that isn't answered, or is answered by 5xx or 429, for a limit in seconds. Calls whose answer
+was cut are repeated here. A rule of the bucket has to delete the parts that a killed process has left.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Bucket:
 
     Args:
         address: `s3://bucket/prefix`, `gs://...` or `az://...`, checked.
-        retry_seconds: Seconds for which a request that fails is repeated.
+        retry_seconds: How long a request that fails is repeated.
         part_bytes: Size of the parts of an upload; Amazon's limits are 5 MiB and 10,000 parts.
     """
 

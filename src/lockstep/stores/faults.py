@@ -1,4 +1,4 @@
-"""Meaning of obstore's errors: the request is repeated, or one sentence has what is wrong, where, and the remedy."""
+"""The meaning of obstore's errors: repeat the request, or one sentence on what is wrong, where, and the remedy."""
 
 from __future__ import annotations
 
@@ -18,11 +18,6 @@ _RIGHTS = {
     "gs": "the role Storage Object Admin",
     "az": "the role Storage Blob Data Contributor",
 }
-_SETTINGS = {
-    "s3": "correct AWS_PROFILE, AWS_REGION or AWS_ENDPOINT_URL",
-    "gs": "correct GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "set AZURE_STORAGE_ACCOUNT_NAME",
-}
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _OTHER_REGION = re.compile(
     "PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|incorrect.* region"
@@ -41,10 +36,13 @@ def is_cut(error: Exception) -> bool:
 
 def settings(error: Exception, address: str) -> str:
     """Return the sentence about settings that make no client."""
-    scheme = parts_of(address)[0]
     if _NO_CREDENTIALS.search(str(error)):
-        return f"there are no complete credentials; {_CREDENTIALS[scheme]}"
-    return f"its settings can't be used ({_shown(_first_line(error))}); {_SETTINGS[scheme]}"
+        return _without_credentials(address)
+    return f"its settings can't be used ({_shown(_first_line(error))}); correct them, such as AWS_PROFILE or AWS_REGION"
+
+
+def _without_credentials(address: str) -> str:
+    return f"there are no complete credentials; {_CREDENTIALS[parts_of(address)[0]]}"
 
 
 def as_os_error(error: Exception, address: str, name: str, seconds: float) -> OSError:
@@ -53,20 +51,15 @@ def as_os_error(error: Exception, address: str, name: str, seconds: float) -> OS
         return error
     scheme, bucket, _ = parts_of(address)
     text, where, kind = _first_line(error), f"{address}/{name}".rstrip("/"), type(error).__name__
-    status, code, call = (
-        _status(text),
-        _group(r"<Code>(\w+)</Code>", str(error)),
-        _group(r"performing (\w+)", text) or "the request",
-    )
-    endpoint = _group(r"(\w+://[^/]*)", text) or "the server"
+    status, code = _status(text), _group(r"<Code>(\w+)</Code>", str(error))
+    call = _group(r"performing (\w+)", text) or "the request"
+    endpoint, what = _group(r"(\w+://[^/]*)", text) or "the server", code or status
     if code in _NO_BUCKET:
-        remedy = "create it, or correct the address" + (" or AWS_ENDPOINT_URL" if scheme == "s3" else "")
-        return OSError(errno.ENXIO, f"there is no bucket {bucket} at {endpoint}; {remedy}", where)
+        return OSError(errno.ENXIO, f"there is no bucket {bucket} at {endpoint}; create it, or correct it", where)
     if _NO_CREDENTIALS.search(text):
-        return PermissionError(errno.EACCES, f"there are no complete credentials; {_CREDENTIALS[scheme]}", where)
+        return PermissionError(errno.EACCES, _without_credentials(address), where)
     if _BAD_CREDENTIALS.search(f"{code} {status}"):
-        text = f"the credentials aren't valid ({code or status}); {_CREDENTIALS[scheme]}"
-        return PermissionError(errno.EACCES, text, where)
+        return PermissionError(errno.EACCES, f"the credentials aren't valid ({what}); {_CREDENTIALS[scheme]}", where)
     if _OTHER_REGION.search(f"{code} {text}"):
         return OSError(errno.ENXIO, f"bucket {bucket} is in another region ({code}); set AWS_REGION to its own", where)
     if isinstance(error, FileNotFoundError):
@@ -74,19 +67,17 @@ def as_os_error(error: Exception, address: str, name: str, seconds: float) -> OS
     if kind in ("AlreadyExistsError", "PreconditionError"):
         return FileExistsError(errno.EEXIST, "it exists", where)
     if status == "403":
-        needed = f"{call} is not allowed ({code or status}); these credentials need {_RIGHTS[scheme]}"
+        needed = f"{call} is not allowed ({what}); these credentials need {_RIGHTS[scheme]}"
         return PermissionError(errno.EACCES, needed, where)
     if status == "416":
         return OSError(errno.EIO, "it has fewer bytes than it had when it was written", where)
     if status:
-        tried = f" for {seconds:g} s" if status[0] == "5" or status == "429" else ""
         message = _shown(_group("<Message>([^<]*)</Message>", str(error))) or "is this the right endpoint?"
-        what = f"{code or status}: {message}"
-        return OSError(errno.EIO, f"{call} at {endpoint} failed{tried} ({what})", where)
+        return OSError(errno.EIO, f"{call} at {endpoint} failed ({what}: {message})", where)
     if "HTTP error" in text:
-        what = "is not reached" if "sending request" in text else "breaks off connections"
+        broken = "is not reached" if "sending request" in text else "breaks off connections"
         remedy = "check the network, and the endpoint and region"
-        return TimeoutError(errno.ETIMEDOUT, f"{endpoint} {what}, tried for {seconds:g} s; {remedy}", where)
+        return TimeoutError(errno.ETIMEDOUT, f"{endpoint} {broken}, tried for {seconds:g} s; {remedy}", where)
     return OSError(errno.EIO, f"{kind}: {_shown(text)}", where)
 
 

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.checkpoint.loading import load_newest
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.objects import ObjectStorage
-from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
-from lockstep.checkpoint.storage import checkpoint_name
+from lockstep.checkpoint.storage import Owner, checkpoint_name
 from lockstep.config.writing import to_public
 from lockstep.core.deferred_signals import DEFERRAL
 from lockstep.core.errors import RunFailed

@@ -4,7 +4,7 @@ each update    scheduled? requested by the clock of rank 0? --> copied beside th
 a rank dies    the next round resumes from the newest of memory and storage
 the run ends   a snapshot that is newer than every checkpoint is saved in the storage, by `after_last_round`
 
-On several hosts each has the part of its own ranks in its memory (`checkpoint.memory_parts`). A lost host has taken its
+On several hosts each has the part of its own ranks in its memory (`HostPart`). A lost host has taken its
 part with it: then the run resumes from the newest checkpoint.
 """
 
@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lockstep.checkpoint.inspection import verify
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import CorruptCheckpoint, with_files
-from lockstep.checkpoint.memory_parts import HostPart, WithMemory, drop, files_of_whole, parts_in
-from lockstep.checkpoint.memory_saving import MemorySaver
+from lockstep.checkpoint.memory_saving import HostPart, MemorySaver, WithMemory, drop, files_of_whole, parts_in
 from lockstep.checkpoint.reading import manifest_bytes, read_manifest
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
 from lockstep.config.writing import plain_yaml, to_public

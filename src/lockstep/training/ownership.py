@@ -34,9 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
-from lockstep.checkpoint.ownership import Owner
 from lockstep.checkpoint.reading import read_manifest
-from lockstep.checkpoint.storage import names_by_step
+from lockstep.checkpoint.storage import Owner, names_by_step
 from lockstep.config.trust import CONFIG, id_of_run
 from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, Failure, Problem
