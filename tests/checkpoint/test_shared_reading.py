@@ -28,7 +28,7 @@ def read_by(rank: int, ranks_that_wrote: int) -> list[str]:
     )
     axis: Any = SimpleNamespace(rank=rank, size=RANKS)
     reading = SharedReading(plan, manifest, axis)
-    return [name for name in WRITERS if not reading.is_received(name)]
+    return [name for name in WRITERS if name not in reading.received]
 
 
 @pytest.mark.parametrize("rank", range(RANKS))

@@ -30,9 +30,8 @@ class TensorDifference:
     """The difference between two tensors of equal dtype and shape.
 
     Attributes:
-        differing: Number of elements whose bits differ, of `elements`.
+        differing: Number of elements whose bits differ.
         absolute, relative: Largest difference, and as a share of the larger magnitude; None if no pair is finite.
-        not_finite: Number of differing elements that are NaN or infinite in either.
     """
 
     name: str
@@ -50,8 +49,6 @@ class Comparison:
     Attributes:
         alone: Names of tensors that only the first has, and that only the second has.
         kinds: Tensors that differ in shape or dtype: name, the first's, the second's.
-        values: Tensors that differ in value.
-        same: Number of identical tensors.
         config, state: The first's value and the second's, by dotted key; None where there is none.
     """
 

@@ -45,9 +45,7 @@ class FileLayout:
     """The layout of a rank's file.
 
     Attributes:
-        header: All bytes before the first tensor, with zeros where the hashes will be.
-        hashes_at: Where the hashes begin in it.
-        items: In the order of the file.
+        header: All bytes before the first tensor, with zeros where the hashes will be, from `hashes_at`.
         starts: Where each item begins in the file.
     """
 
@@ -96,13 +94,7 @@ def part_key(name: str, info: TensorInfo, box: Box) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a tensor in a file that is read.
-
-    Attributes:
-        at: First byte in the file.
-        size: Bytes.
-        hashes: Of its blocks, one after the other.
-    """
+    """A part of a tensor in a file: its first byte, its bytes, and the hashes of its blocks in a row."""
 
     name: str
     box: Box
@@ -115,14 +107,9 @@ class StoredPart:
 
 
 class FileTable:
-    """The parts of a file, as its header lists them.
+    """The parts of a file of `size` bytes, as its header lists them.
 
-    Args:
-        header: All bytes before the first tensor.
-        size: Bytes of the file.
-
-    Raises:
-        CorruptCheckpoint: The header is invalid, or doesn't account for every byte of the file.
+    Raises CorruptCheckpoint if the header is invalid, or doesn't account for every byte of the file.
     """
 
     def __init__(self, file: str, header: memoryview, size: int) -> None:

@@ -33,12 +33,7 @@ class ListedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class VerificationResult:
-    """The result of reading every byte of a checkpoint or file.
-
-    Attributes:
-        size: Bytes; 0 if the manifest can't be read.
-        fault: File, position, and what is wrong; None if all bytes are what was written.
-    """
+    """The result of reading every byte of a checkpoint or file; `fault` is None if all are what was written."""
 
     name: str
     size: int
@@ -48,12 +43,7 @@ class VerificationResult:
 
 @dataclass(frozen=True, slots=True)
 class PruneResult:
-    """The checkpoints that were deleted, or would be, and the others.
-
-    Attributes:
-        deleted: Bytes by name.
-        trusted: The newest that was verified; None if there was nothing to delete.
-    """
+    """The checkpoints that were deleted, or would be, with their bytes; the others; the newest that was verified."""
 
     deleted: Mapping[str, int]
     stay: tuple[str, ...]
@@ -108,8 +98,7 @@ def recorded_section(checkpoints: Sequence[ListedCheckpoint]) -> Checkpoint:
 def keep_reasons(checkpoints: Sequence[ListedCheckpoint], section: Checkpoint) -> dict[int, tuple[str, ...]]:
     """Return why each step is kept: `newest`, `best`, `kept for good`, `damaged`; nothing if it need not be.
 
-    Raises:
-        ConfigError: `keep_every` is in epochs, and no manifest records the length of an epoch.
+    Raises ConfigError if `keep_every` is in epochs, and no manifest records the length of an epoch.
     """
     entries = _entries(checkpoints, section)
     without_every = section.model_copy(update={"keep_every": None})
@@ -174,10 +163,7 @@ def verify_all(storage: Storage) -> Iterator[VerificationResult]:
 
 
 def prune(storage: Storage, section: Checkpoint, *, dry: bool) -> PruneResult:
-    """Delete what need not be kept, the oldest first. Damaged checkpoints stay.
-
-    Args:
-        dry: Only report what would be deleted.
+    """Delete what need not be kept, the oldest first; `dry` only reports it. Damaged checkpoints stay.
 
     Raises:
         VerificationError: No checkpoint verifies, so none is deleted.

@@ -132,7 +132,9 @@ def inventory(tensors: Mapping[str, Any]) -> Inventory:
             mesh = like.device_mesh
             if id(mesh) not in meshes:
                 meshes[id(mesh)] = len(meshes), tuple(mesh.mesh.flatten().tolist())
-            sharding = _of_dtensor(meshes[id(mesh)][0], like)
+            dims = tuple(None if placement.is_replicate() else placement.dim for placement in like.placements)
+            strides = tuple(getattr(placement, "split_factor", 1) for placement in like.placements)
+            sharding = MeshSharding(meshes[id(mesh)][0], tuple(mesh.shape), dims, strides)
             rows.append((name, dtype, shape, shardings.setdefault(sharding, len(shardings))))
         elif isinstance(tensor, FlatShard) and tensor.length is not None:
             sharding = MeshSharding(_ALL_RANKS, (), (), (), tensor.length)
@@ -143,21 +145,9 @@ def inventory(tensors: Mapping[str, Any]) -> Inventory:
     return Inventory(InventoryTable(tuple(rows), tuple(shardings)), tuple(ranks for _, ranks in meshes.values()), own)
 
 
-def _of_dtensor(mesh: int, like: Any) -> MeshSharding:
-    dims = tuple(None if placement.is_replicate() else placement.dim for placement in like.placements)
-    strides = tuple(getattr(placement, "split_factor", 1) for placement in like.placements)
-    return MeshSharding(mesh, tuple(like.device_mesh.shape), dims, strides)
-
-
 @dataclass(frozen=True, slots=True)
 class Inventories:
-    """The tensors that all ranks hold.
-
-    Attributes:
-        tables: Each different table once.
-        ranks: The ranks of each table.
-        meshes, own: The `Inventory`'s, by rank.
-    """
+    """The tensors of all ranks: each table once with its ranks, and the rest of each rank's `Inventory`."""
 
     tables: Sequence[InventoryTable]
     ranks: Sequence[Sequence[int]]

@@ -38,7 +38,7 @@ class LoadedCheckpoint:
 
     Attributes:
         state: This rank's shards, on the CPU, under the names of the live tensors.
-        broken: Newer checkpoints that could not be used, and why: `step-00000480` -> reason.
+        broken: Why newer checkpoints could not be used, by name.
     """
 
     manifest: Manifest
@@ -103,7 +103,6 @@ def _candidates(storage: ReadableStorage, step: int | None, until: int | None) -
 def _load(
     storage: ReadableStorage, axis: Axis, live: TrainingState, name: str, check: Callable[[Manifest], Collection[str]]
 ) -> tuple[Manifest, TrainingState] | str:
-    """Return a checkpoint's contents, or what is wrong with it, the same on all ranks."""
     stored: tuple[bytes | str, bool] | None = None
     if axis.rank == 0:
         # what is in the memory of all ranks' host costs less to read than to pass on
@@ -148,7 +147,6 @@ def _read(
     live: TrainingState,
     shared: SharedReading | None,
 ) -> TrainingState | str:
-    """Return memory for this rank's shards, filled as far as it reads them itself, or what is wrong with them."""
     tensors: dict[str, Tensor] = {}
     items: list[ReadItem] = []
     for key, entry in manifest.tensors.items():
@@ -160,7 +158,7 @@ def _read(
         except RuntimeError:
             return f"{key} is {entry.info} in the manifest, and there is no memory for it here ({entry.size:,} bytes)"
         tensors[key] = memory
-        if shared is None or not shared.is_received(key):
+        if shared is None or key not in shared.received:
             items += [ReadItem(key, box, box_view(memory, boxes, box)) for box in boxes]
     try:
         Reader(storage, name, manifest).read(items)
@@ -181,16 +179,12 @@ def _mismatch(manifest: Manifest, live: TrainingState, recast: Collection[str]) 
     if unexpected:
         return f"it also has {listed(unexpected, 3)}, which the model lacks"
     for name, tensor in own.items():
-        if name in saved and not _fits(saved[name].info, tensor, of_any_dtype=name in recast):
-            info = TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape))
-            return f"{name} is {saved[name].info} in the checkpoint, and {info} in this run"
+        here = TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape))
+        there = saved[name].info if name in saved else here
+        is_float: bool = getattr(torch, there.dtype).is_floating_point
+        if there.shape != here.shape or (is_float != tensor.dtype.is_floating_point and name not in recast):
+            return f"{name} is {there} in the checkpoint, and {here} in this run"
     return None
-
-
-def _fits(saved: TensorInfo, tensor: Tensor, *, of_any_dtype: bool) -> bool:
-    dtype: torch.dtype = getattr(torch, saved.dtype)
-    are_alike = dtype.is_floating_point == tensor.dtype.is_floating_point
-    return saved.shape == tuple(tensor.shape) and (are_alike or of_any_dtype)
 
 
 _BUFFER_BYTES = 2**25
@@ -230,17 +224,13 @@ class SharedReading:
             group.names.append(name)
             group.sizes.append(prod(entry.shape) * ELEMENT_BYTES[entry.dtype] // len(group.replicas[0]))
         self._rings = [ring for group in [*held, everyone] if (ring := _ring(group, manifest, axis)) is not None]
-        self._received = {
+        self.received = {  # by this rank from others
             name
             for ring in self._rings
             for position, names in enumerate(ring.shares)
             for name in names
             if position != ring.position
         }
-
-    def is_received(self, name: str) -> bool:
-        """Return whether another rank reads this tensor for this one."""
-        return name in self._received
 
     def exchange(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill this rank's tensors (contiguous, on the CPU) that other ranks have read. All ranks together."""
@@ -297,7 +287,6 @@ def _ring(group: Holders, manifest: Manifest, axis: Axis) -> _Ring | None:
 
 
 def _writers(group: Holders, manifest: Manifest) -> dict[int, int]:
-    """Return the replica that alone wrote the tensors of a grid, by the grid's index."""
     replica_of = {rank: number for number, ranks in enumerate(group.replicas) for rank in ranks}
     writers = {}
     for index in {manifest.tensors[name].grid for name in group.names}:

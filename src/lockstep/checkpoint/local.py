@@ -51,7 +51,6 @@ class LocalStorage:
 
     Args:
         run: Id of the run that owns it; None: the one in `owner.json`.
-        draft_prefix: Prefix of the names of drafts.
         retry_seconds: How long saves and loads are retried while the file system is gone.
     """
 

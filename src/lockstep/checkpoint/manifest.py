@@ -108,12 +108,9 @@ class FileEntry(Record):
 
 
 class Manifest(Record):
-    """The contents of a checkpoint.
+    """The contents of a checkpoint that a number of ranks wrote for a run, by its id, at a time in UTC.
 
     Attributes:
-        run: Id of the run.
-        ranks: Number of ranks that wrote it.
-        written: Time of writing, in UTC.
         state: What resuming needs in addition to the tensors; plain JSON.
         metrics: Results of the evaluation at this step, `set.metric`; None: not finite.
         config: The run's config, where it differs from the defaults.

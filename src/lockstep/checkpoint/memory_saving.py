@@ -74,9 +74,7 @@ def files_of_whole(
 ) -> dict[int, dict[str, Any]]:
     """Return the files of each snapshot that is complete on the hosts together, by step.
 
-    Args:
-        hosts: The parts of each host.
-        is_valid: Whether the run may resume from what an attempt wrote at a step.
+    `is_valid` says whether the run may resume from what an attempt wrote at a step.
     """
     whole = {}
     for first in hosts[0]:
@@ -88,11 +86,9 @@ def files_of_whole(
 
 
 class WithMemory:
-    """Reads checkpoints from memory, and those that aren't there from a storage.
+    """Reads checkpoints from this host's memory, which all ranks may share, and those that aren't there from a storage.
 
-    Args:
-        memory: This host's. `names` deletes what the storage has, too; rank 0 calls it before any rank opens one.
-        is_shared: Whether the memory is shared by all ranks.
+    `names` deletes from memory what the storage has; rank 0 calls it before any rank opens one.
     """
 
     def __init__(self, storage: Storage, memory: LocalStorage, *, is_shared: bool = True) -> None:
@@ -183,8 +179,7 @@ class MemorySaver:
     def start(self, state: TrainingState, metadata: StepMetadata, began: float) -> Callable[[], None]:
         """Start a snapshot of the present state, after the last one; return what to call before the state changes.
 
-        Args:
-            began: When training was interrupted for it, as `time.perf_counter` returns it.
+        `began` is when training was interrupted for it, as `time.perf_counter` returns it.
         """
         self.finish()
         snapshot = self._planner.snapshot(state, self._device)

@@ -63,11 +63,7 @@ def _as_corrupt(file: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ReadItem:
-    """A box of a saved tensor, and the memory that it is read into.
-
-    Attributes:
-        into: A contiguous tensor on the CPU, of the box's sizes and the saved dtype.
-    """
+    """A box of a saved tensor, and contiguous memory on the CPU, of its sizes and dtype, to read it into."""
 
     name: str
     box: Box
@@ -194,7 +190,6 @@ def _map_for(size: int) -> Iterator[Callable[..., Iterator[None]]]:
 
 
 def _copy_overlap(rows: memoryview, overlap: Box, saved: Box, item: ReadItem) -> None:
-    """Copy an overlap from the rows of a saved box, whatever its other dims."""
     import torch
 
     values = torch.frombuffer(rows, dtype=torch.uint8).clone().view(item.into.dtype)

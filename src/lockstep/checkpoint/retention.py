@@ -85,7 +85,6 @@ class Retention:
         return best_step(self._known(), self._section)
 
     def _known(self) -> dict[int, RetentionEntry]:
-        """Return the checkpoints that can be read, by step; damaged ones are never deleted."""
         if self._entries is None:
             self._entries = {}
             for step, name in names_by_step(self._storage.names()).items():

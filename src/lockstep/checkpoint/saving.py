@@ -125,8 +125,7 @@ class Saver:
     ) -> Callable[[], None]:
         """Start a save of the present state, after the one in progress; return what to call before the state changes.
 
-        Args:
-            finished: Called once that save has ended, while the new one can't exist yet.
+        `finished` is called once that save has ended, while the new one can't exist yet.
         """
         began = time.perf_counter()
         self.finish()
@@ -224,7 +223,6 @@ class Saver:
         return reports
 
     def _agree(self, save: _Save, failures: float) -> None:
-        """End a save that all ranks have settled, given the number of failures on all ranks so far."""
         save.agreed = True
         failed, self._known_failures = failures > self._known_failures, failures
         if failed:
@@ -256,7 +254,6 @@ class Saver:
             self._settle(save, failed=save.failure is not None)
 
     def _settle(self, save: _Save, *, failed: bool) -> None:
-        """Publish the checkpoint, or remove what was written of it; on rank 0."""
         published: Manifest | None = None
         made_room, newest = False, None
         if not failed:

@@ -97,7 +97,6 @@ class FileImage:
             yield index, max(start - index * size, 0), min(end - index * size, size)
 
     def _parts_of(self, item: WriteItem, start: int, end: int) -> Iterator[tuple[Tensor, tuple[slice, ...] | None]]:
-        """Yield memory of a tensor, and its place in it; None: all of it."""
         sizes, dtype = item.box.sizes, getattr(torch, item.info.dtype)
         whole, element = Box((0,) * len(sizes), sizes), 0
         for chunk, low, high in self._within_chunks(start, end):
@@ -115,16 +114,11 @@ CHUNK_BYTES = 2**26  # of page-locked memory
 
 
 class Snapshot:
-    """A copy of a rank's part of the state.
+    """A copy of a rank's part of the state, in memory or, if the state is in files, in a file in `folder`.
 
     From an accelerator it is copied to page-locked memory on a separate stream, for which an update's kernels wait. The
     host only waits for what `complete` copies: tensors on the host, and the first time all, since it allocates memory.
-
-    Args:
-        folder: Where the copy is a file, since the state is in files too; None: in memory.
-
-    Attributes:
-        image: The bytes of the rank's file, complete from `complete` until the next `begin`.
+    `image` is complete from then until the next `begin`.
     """
 
     def __init__(self, layout: FileLayout, device: torch.device, folder: Path | None = None) -> None:
@@ -132,7 +126,8 @@ class Snapshot:
         self._device = device
         self._is_on_host = device.type == "cpu" or folder is not None
         if self._is_on_host:
-            self.image = FileImage(layout, layout.size, _pageable if folder is None else partial(_mapped, folder))
+            new = partial(torch.empty, dtype=torch.uint8) if folder is None else partial(_mapped, folder)
+            self.image = FileImage(layout, layout.size, new)
             self.image.allocate()
         else:
             self.image = FileImage(layout, CHUNK_BYTES, page_locked)
@@ -194,10 +189,6 @@ class Snapshot:
 def page_locked(size: int) -> Tensor:
     """Return memory of the host that an accelerator copies to by itself."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
-
-def _pageable(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8)
 
 
 def _mapped(folder: Path, size: int) -> Tensor:

@@ -24,13 +24,7 @@ MOVED_ASIDE = re.compile(r"[a-z]+-step-[0-9]+(-[0-9]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The run that saves to a folder.
-
-    Attributes:
-        run: Its id, made when it first started.
-        folder: Its folder when it last started, absolute; None: a session without one.
-        recipe: Its name.
-    """
+    """The run that saves to a folder: its id, its own folder when it last started (None: without one), its name."""
 
     run: str
     folder: str | None

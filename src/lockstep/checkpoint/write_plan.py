@@ -61,11 +61,7 @@ class Holders:
 class WritePlan:
     """The parts that every rank writes. Grids of replicated and mesh-sharded tensors are computed on demand.
 
-    Attributes:
-        groups: Whole and mesh-sharded tensors, by who holds them.
-
-    Raises:
-        RunFailed: Ranks hold different tensors under one name, or shards that don't make up the tensor.
+    Raises RunFailed if ranks hold different tensors under one name, or shards that don't make up the tensor.
     """
 
     def __init__(self, held: Inventories) -> None:

@@ -197,9 +197,8 @@ class SkippingSource:
     """A source whose batches lack the samples that can't be read, or are to be left out; their `left_out` lists them.
 
     Args:
-        skips: Whether other samples than `known` may be left out.
-        known: Reasons of samples to leave out, by index.
-        timeout: Seconds after which reading a sample counts as endless; None: never.
+        skips: Whether other samples than `known` (index: reason) may be left out.
+        timeout: Seconds after which reading a sample counts as endless.
     """
 
     def __init__(
@@ -270,8 +269,7 @@ class SkippingSource:
     def _good_sample(self) -> Indices:
         """Return a sample [1] that can be read, whose numbers are finite: NaN without weight would still be NaN.
 
-        Raises:
-            RunFailed: There is none among those that are tried, from the first to the last.
+        Raises RunFailed if there is none among those that are tried, from the first to the last.
         """
         if self._good is not None:
             return self._good

@@ -14,7 +14,6 @@ The fingerprint is a hash of code, length and some items.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -49,13 +48,7 @@ _UNREADABLE = "unreadable"
 
 @dataclass(frozen=True, slots=True)
 class ItemReading:
-    """How a user's items are read.
-
-    Attributes:
-        bad_samples: What becomes of items that can't be read.
-        leaves_out: Whether an item is never read.
-        evaluates: Whether they are an evaluation set.
-    """
+    """How a user's items are read: whether they may be bad, are never read, and are an evaluation set."""
 
     bad_samples: BadSamples = FATAL
     leaves_out: Callable[[int], bool] = lambda index: False
@@ -80,9 +73,6 @@ def adapt_dataset(dataset: Any, collate: Collate | None = None, reading: ItemRea
     Args:
         dataset: Its `__getitems__` is used if its class defines it; a `Source` is returned as it is.
         collate: Makes a batch of items; None: torch's function.
-
-    Raises:
-        ConfigError: The dataset has no length or can't be indexed.
     """
     if isinstance(dataset, Source):
         if collate is not None:
@@ -96,7 +86,6 @@ def adapt_dataset(dataset: Any, collate: Collate | None = None, reading: ItemRea
 
 
 def _of_columns(dataset: Any) -> Any:
-    """Return arrays (X, Y), or {"x": X, "labels": Y}, as a dataset of their rows; anything else as it is."""
     columns = list(dataset.values()) if isinstance(dataset, dict) else dataset
     if type(dataset) not in (tuple, dict) or not columns:
         return dataset
@@ -198,7 +187,6 @@ class ItemSource:
         return as_batch(self.collate(items), len(numbers))
 
     def _item(self, index: int, reading: ItemReading) -> Any:
-        """Return an item for the fingerprint, or a text if it is left out, or can't be read and may be."""
         if reading.leaves_out(index):
             return _UNREADABLE
         skips, timeout = reading.bad_samples.skips, reading.bad_samples.timeout
@@ -295,7 +283,8 @@ def fingerprint_of_items(dataset: Any, collate: Any, read: Callable[[int], Any])
     module = type(dataset).__module__.replace("__mp_main__", "__main__")  # as ranks that aren't forked import a script
     kind = f"{module}.{type(dataset).__qualname__}"
     inner = dataset.dataset if isinstance(dataset, WeightedDataset) else dataset
-    code = [_source_hash(part) for part in (inner, collate) if part is not None]
+    paths = [source_file(part) for part in (inner, collate) if part is not None]
+    code = [fingerprint(path.read_bytes()) if path is not None and path.is_file() else "" for path in paths]
     code += [fingerprint(dataset.weights)] if inner is not dataset else []
     noise.use_epoch(0)
     with noise.keyed_generators(0):  # random items are the same each time
@@ -309,11 +298,6 @@ def spread(samples: int) -> Indices:
     if samples == 0:
         return np.zeros(0, np.int64)
     return np.unique(np.linspace(0, samples - 1, _ITEMS).astype(np.int64))
-
-
-def _source_hash(part: Any) -> str:
-    path = source_file(part)
-    return fingerprint(path.read_bytes()) if path is not None and os.path.isfile(path) else ""
 
 
 def covered(item: Any) -> Any:

@@ -56,12 +56,10 @@ class FetchRequest(NamedTuple):
     """A micro-batch to fetch.
 
     Attributes:
-        indices: Samples of the source, [samples].
         is_padding: Whether the batch only pads the update and has no weight.
         epoch_key: Key of the samples' noise.
         generator_key: Seed of the process' generators; None for sources that don't draw.
         position: Of the first sample in the order of the run, over all epochs.
-        evaluates: Whether the samples are of an evaluation set.
         left_out: Reasons of samples that all ranks leave out, by index; a worker may not know them yet.
     """
 
@@ -76,10 +74,9 @@ class FetchRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The worker processes of a loader.
+    """The worker processes of a loader; 0: the rank fetches itself.
 
     Attributes:
-        number: Number of processes; 0: the rank fetches itself.
         prefetch: Batches that each keeps ready.
         pin: Whether batches are put into page-locked memory.
         key: Seed of their generators.

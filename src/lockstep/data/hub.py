@@ -90,11 +90,7 @@ def _from_disk(path: Path, split: str) -> Any:
 
 
 def load_tokenizer(name: str) -> Any:
-    """Return a tokenizer from a folder or the local cache; without a padding token, it pads with its end token.
-
-    Raises:
-        ConfigError: It isn't on this machine, or has no token to pad with.
-    """
+    """Return a tokenizer from a folder or the cache, which can pad. Raises ConfigError."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and forked workers exclude each other
     if not Path(name).expanduser().is_dir():
         needs_hub()

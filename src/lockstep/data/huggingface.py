@@ -232,7 +232,6 @@ def _masked(texts: Texts, indices: Indices) -> Batch:
 
 
 def _classified(texts: Texts, label: str, dtype: torch.dtype, own: bool, indices: Indices) -> Batch:
-    """Return texts with a class each; for transformers models also with a number, or with several classes."""
     columns = texts.at(indices)
     inputs = texts.encoded(columns)
     mask = inputs["attention_mask"]
@@ -277,10 +276,7 @@ def _completed(texts: Texts, label: str, own: bool, begin: list[int], end: list[
 
 
 def _packed(texts: Texts, *, aligned: bool) -> Source:
-    """Join all documents by the end token, and cut them into full samples of `max_length`.
-
-    They are tokenized once for all ranks, runs and lengths.
-    """
+    """Join all documents by the end token, tokenized once for all ranks, runs and lengths, and cut them."""
     section, tokenizer = texts.section, plain_tokenizer(texts.tokenizer.name_or_path, texts.tokenizer)
 
     def tokenize(folder: Path, show: Callable[[str], None]) -> None:
@@ -301,7 +297,6 @@ def _following(targets: Tensor) -> Tensor:
 
 
 def _num_outputs(rows: Any, label: str) -> int:
-    """Return the length of the label's lists, 0 or 1 for each class; 1 for numbers. Raises ConfigError."""
     lengths = {len(value) if isinstance(value, list) else 1 for value in rows[label]}
     if len(lengths) > 1:
         given = f"column {label} has lists of {min(lengths)} to {max(lengths)} numbers"

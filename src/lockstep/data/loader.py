@@ -52,16 +52,13 @@ class _Share:
 
 
 class TrainingLoader:
-    """The endless stream of updates of one rank of the data axis.
+    """The endless stream of updates of one rank of the data axis. Raises ConfigError if there are no samples.
 
     Args:
         count: Returns the number of valid targets of a micro-batch on the CPU.
 
     Attributes:
         epoch_samples: Samples of an epoch; with `drop_last`, those that fill global batches.
-
-    Raises:
-        ConfigError: There are no samples, or none left with `drop_last`.
     """
 
     def __init__(
@@ -232,11 +229,8 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Yield this rank's batches of a whole dataset: all ranks have as many, and each sample is in one of them.
 
-    A rank with fewer samples gets padding batches. The draws are the same in every evaluation.
-
-    Raises:
-        ConfigError: The dataset is empty.
-        RunFailed: During iteration: a sample can't be read, or a worker died.
+    A rank with fewer samples gets padding batches. The draws are the same in every evaluation. Raises ConfigError if
+    there are no samples; RunFailed during iteration.
     """
     samples = _epoch_samples(source.facts.samples, 1, drop_last=False)
     requests = (

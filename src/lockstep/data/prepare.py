@@ -58,23 +58,15 @@ def prepare(
     configuration: str | None = None,
     held_out: int | None = None,
 ) -> dict[str, Header]:
-    """Write token files into the folder `output`.
+    """Write token files into the folder `output`; return the header of each split. Raises ConfigError.
 
     Args:
         inputs: Text files or globs (one document a file), .jsonl, .json, .csv and .parquet files (one document a
             row), folders of the datasets library, or names of its datasets.
-        output: Created if it doesn't exist; an existing split is replaced when the new one is complete.
+        output: An existing split is replaced when the new one is complete.
         tokenizer: Folder or hub name, or `bytes` (ids 0 to 255, end token 256).
         split: Split of datasets of the datasets library, with slices; its first word names the token files.
-        column: Name of the column with the text.
-        configuration: Configuration of a dataset.
         held_out: Write every n-th document to the split `held-out`.
-
-    Returns:
-        The header of each split written.
-
-    Raises:
-        ConfigError: An input or the tokenizer is missing, there are no documents, or the folder can't be written.
     """
     if held_out is not None and held_out < 2:
         raise ConfigError(f"held_out {held_out} would hold out every document; set 20 for every 20th")

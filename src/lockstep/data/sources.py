@@ -39,16 +39,12 @@ _TASKS = {
 def open_source(
     section: DataSource, *, task: str | None, tokenizer: str | None, reading: ItemReading = TRAINING
 ) -> Source:
-    """Return the data that `section` describes.
+    """Return the data that `section` describes. Raises ConfigError: it isn't on this machine, or doesn't suit the task.
 
     Args:
         task: Task of a transformers model, whose inputs have other names (`input_ids`); `LANGUAGE_MODEL` for a
             language model of Lockstep; None for any other.
         tokenizer: The model's, for sections without one.
-        reading: How items of a user's dataset are read.
-
-    Raises:
-        ConfigError: The data isn't on this machine, or doesn't suit the task.
     """
     check_task(section, task)
     aligned = task not in (None, LANGUAGE_MODEL)
@@ -89,11 +85,7 @@ def check_task(section: DataSource, task: str | None) -> None:
 
 
 class PreparedSource:
-    """A source whose batches are completed or renamed for a model's forward.
-
-    Args:
-        prepare: Maps a batch on the CPU to a batch of the same samples, so that the fingerprint is the same.
-    """
+    """A source whose batches `prepare` completes or renames for a model's forward; the fingerprint is the same."""
 
     def __init__(self, source: Source, prepare: Callable[[Batch], Batch]) -> None:
         self.source = source
@@ -113,13 +105,9 @@ def skipping(
     *,
     later: bool = False,
 ) -> Source:
-    """Return a source that leaves out samples that can't be used, and those of `data.leave_out` (`ranges`).
+    """Return a source that leaves out bad samples, those of `data.leave_out` (`ranges`), and others `later`.
 
-    Args:
-        later: Whether samples may have to be left out for other reasons.
-
-    Raises:
-        ConfigError: There are no such samples, or too many.
+    Raises ConfigError if there are no such samples, or too many.
     """
     skips = bad_samples.skips
     if not (skips or ranges or later):
@@ -153,13 +141,9 @@ def skipping_part(source: Source) -> SkippingSource | None:
 
 
 def renamed_inputs(names: Mapping[str, str | None], batch: Batch) -> Batch:
-    """Return the batch with its inputs under the names that the model's forward has.
+    """Return the batch with its inputs under the forward's names, by the data's; None: the input is removed.
 
-    Args:
-        names: Maps names of the data to the forward's; None: the input is removed.
-
-    Raises:
-        ConfigError: The data has no such input.
+    Raises ConfigError if the data has no such input.
     """
     if isinstance(batch.inputs, tuple):
         raise ConfigError(Problem("", "model.inputs", "the data's inputs are positional, without names; remove it"))

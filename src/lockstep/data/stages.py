@@ -48,8 +48,7 @@ class _TimedItems:
 def items_timed(source: Source, deadline: float) -> Iterator[list[tuple[int, float]]]:
     """Yield the list of (index, seconds) of the items that are read in the block; others than items aren't timed.
 
-    Raises:
-        TimeIsUp: An item is read after the deadline, on time.perf_counter.
+    Raises TimeIsUp if an item is read after the deadline, on time.perf_counter.
     """
     while isinstance(source, PreparedSource | SkippingSource):
         source = source.source

@@ -62,11 +62,7 @@ def _content(path: str) -> bytes:
 
 
 def stdlib_files() -> list[tuple[str, str]]:
-    """Return each source file's name relative to the library, with slashes, and its path, sorted by name.
-
-    Raises:
-        ConfigError: This Python comes without its source.
-    """
+    """Return each source file's name relative to the library, with slashes, and its path, sorted by name."""
     root = sysconfig.get_paths()["stdlib"]
     files: list[tuple[str, str]] = []
     for folder, folders, names in os.walk(root):
@@ -91,13 +87,9 @@ class _Function(NamedTuple):
 
 
 class StdlibFunctionsSource:
-    """Functions as bytes, padded to the longest of the batch, with a mask; the targets are classes.
+    """Functions as bytes, padded to the longest of the batch, with a mask; the targets are classes: `packages`.
 
-    Args:
-        aligned: Give inputs the names of the transformers library's models.
-
-    Attributes:
-        packages: Names of the classes.
+    `aligned` gives inputs the names of the transformers library's models.
     """
 
     draws = False
@@ -130,7 +122,6 @@ class StdlibFunctionsSource:
 
 @lru_cache(maxsize=1)
 def _all_functions() -> tuple[_Function, ...]:
-    """Return the functions of the packages that define most, without those whose text has occurred before."""
     files: dict[str, list[tuple[str, str]]] = {}
     counts: Counter[str] = Counter()
     for name, path in stdlib_files():

@@ -122,8 +122,6 @@ def _place(counts: Integers, capacity: int) -> Integers:
 
 
 class _OpenSamples:
-    """Samples that aren't full, by the space left in them."""
-
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._opened = 0
@@ -154,8 +152,6 @@ class Header:
     """The header of a split.
 
     Attributes:
-        dtype: uint16 or uint32.
-        vocabulary: Number of token ids.
         tokenizer: Folder or hub name, or `bytes`.
         end: Token id at the end of each document.
         bytes_per_token: Mean length of a token's text, end tokens included.
@@ -298,12 +294,7 @@ def _mapped(path: Path, dtype: str, items: int) -> NDArray[np.generic]:
 def cached_folder(kind: str, key: str, work: str, make: Callable[[Path, Callable[[str], None]], None]) -> Path:
     """Return the folder of this key in the cache, which the first process to need it makes, whole or not at all.
 
-    Args:
-        work: What making it is, for messages.
-        make: Fills the folder; its second argument shows how far that is.
-
-    Raises:
-        ConfigError: A store or the disk fails, or the folder can't be written.
+    `work` is for messages; `make` fills the folder, and shows how far that is. Raises ConfigError.
     """
     folder = cache_folder(kind)
     entry = folder / key

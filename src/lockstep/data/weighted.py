@@ -23,15 +23,11 @@ _START = np.zeros(1, np.int64)
 
 
 class WeightedDataset(torch.utils.data.Dataset[Any]):
-    """A map-style dataset that returns the samples of another one as often as their weights say.
+    """A map-style dataset that returns the samples of another one as often as their weights say. Raises ConfigError.
 
     Args:
-        dataset: Its items are returned as they are.
         weights: One for each sample, of any sum; 0: it is never drawn.
         samples: Number of draws in an epoch; None: as many as the dataset has samples.
-
-    Raises:
-        ConfigError: There are more or fewer weights than samples, or some are negative, or none is positive.
     """
 
     def __init__(self, dataset: Any, weights: Sequence[float] | torch.Tensor, samples: int | None = None) -> None:
@@ -49,9 +45,5 @@ class WeightedDataset(torch.utils.data.Dataset[Any]):
         return self._samples
 
     def __getitem__(self, draw: int) -> Any:
-        return self.dataset[self.sample_of(draw)]
-
-    def sample_of(self, draw: int) -> int:
-        """Return the sample of a draw in the current epoch."""
         place = (draw + noise.uniform(_START, 1)[0, 0]) / self._samples * self._ends[-1]
-        return min(int(np.searchsorted(self._ends, place, side="right")), self._last)
+        return self.dataset[min(int(np.searchsorted(self._ends, place, side="right")), self._last)]

@@ -24,8 +24,7 @@ Tokens = NDArray[Any]  # of an unsigned integer type
 def cut_windows(tokens: Tokens, length: int, name: str) -> Tokens:
     """Return a view [samples, length + 1] of the stream [tokens], without the rest that doesn't fill a window.
 
-    Raises:
-        ConfigError: The stream is shorter than a window.
+    Raises ConfigError if the stream is shorter than a window.
     """
     if len(tokens) <= length:
         most = max(0, len(tokens) - 1)
@@ -38,14 +37,10 @@ def cut_windows(tokens: Tokens, length: int, name: str) -> Tokens:
 
 
 class WindowSource:
-    """Windows of a stream; inputs and targets are both [samples, length] int64.
+    """Windows [samples, length + 1] of a stream, from `cut_windows`; inputs and targets are [samples, length] int64.
 
-    Args:
-        windows: [samples, length + 1], from `cut_windows`.
-        aligned: For models of the transformers library: the inputs are `input_ids`, and the targets are the inputs
-            themselves, which the objective shifts. Otherwise the inputs are `tokens`, and the targets the next tokens.
-        vocabulary: Number of token ids.
-        bytes_per_token: Mean length of a token's text.
+    If `aligned`, for models of the transformers library, the inputs are `input_ids`, and the targets the same, which
+    the objective shifts. Otherwise the inputs are `tokens`, and the targets the next tokens.
     """
 
     draws = False

@@ -81,7 +81,6 @@ def _unknown(key: ForeignKey, known: Sequence[str]) -> Answer:
 
 
 def _unused_strategy(path: Sequence[str], file: ForeignFile) -> str | None:
-    """Return the strategy whose option the key is, if HF Trainer or Accelerate doesn't use this strategy."""
     if len(path) < 2 or file.kind not in ("trainer", "accelerate") or path[0] not in _SECTION_OF:
         return None
     name = _SECTION_OF[path[0]]
@@ -91,7 +90,6 @@ def _unused_strategy(path: Sequence[str], file: ForeignFile) -> str | None:
 
 
 def _inside_deepspeed(path: tuple[str, ...], file: ForeignFile) -> tuple[str, ...]:
-    """Return the path within DeepSpeed's config, empty if the key isn't part of one."""
     if file.kind == "deepspeed":
         return path
     if len(path) > 1 and path[0] in ("deepspeed", "ds_config", "deepspeed_config", "zero") and path[1] in keys_of(""):

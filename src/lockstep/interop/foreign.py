@@ -38,12 +38,7 @@ def plain(word: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ForeignKey:
-    """A key of the file that holds no further keys.
-
-    Attributes:
-        path: Sections and key, in the file's spelling.
-        where: file:line:column.
-    """
+    """A key of the file that holds no further keys, with its sections, in the file's spelling, and its place."""
 
     path: tuple[str, ...]
     value: object
@@ -149,7 +144,6 @@ _TRAINER_SECTIONS = {
 
 
 def _kind(tree: Table) -> ForeignKind:
-    """Return which tool's config it most likely is; a stray key or section doesn't change that."""
     keys = {plain(key) for key in tree.entries}
     sections = {plain(key) for key, entry in tree.entries.items() if isinstance(entry.node, Table)}
     if keys & _ACCELERATE_ONLY:

@@ -73,11 +73,9 @@ def import_file(
     also: Sequence[Override] = (),
     lenient: bool = False,
 ) -> ImportedConfig:
-    """Import a file.
+    """Import a file, of the kind that its keys suggest by default, that was meant for this number of ranks.
 
     Args:
-        kind: None: inferred from the file's keys.
-        ranks: Number of ranks that it was meant for.
         also: Further settings, which take precedence.
         lenient: Leave keys without a counterpart out of an error's list.
 
@@ -173,7 +171,6 @@ def _settings_of(findings: Sequence[ImportedKey]) -> dict[str, object]:
 
 
 def _answered_by(over: Mapping[str, object], finding: ImportedKey) -> ImportedKey:
-    """Return the finding, where other settings may have answered its question."""
     keys = [key for key, value in finding.answer.settings.items() if value == OPEN]
     if not keys or not all(key in over or _is_replaced(key, over) for key in keys):
         return finding
@@ -289,7 +286,6 @@ def _deepspeed_defaults(file: ForeignFile, settings: Mapping[str, object]) -> It
 
 
 def _strategy_of_options(file: ForeignFile, settings: Collection[str]) -> Iterator[ImportedKey]:
-    """Yield the strategy whose options the file has, or a question if it has those of several."""
     sections = {"fsdp": ("fsdp", "fsdp_config"), "deepspeed": ("deepspeed", "zero_optimization"), "ddp": ("ddp",)}
     of_several = "parallel.ddp.find_unused_parameters"  # fsdp's, too
     own = [key.split(".")[1] for key in settings if key.startswith("parallel.") and key != of_several]

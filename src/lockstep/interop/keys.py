@@ -81,12 +81,7 @@ def _expanded(keys: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of importing a key.
-
-    Attributes:
-        settings: Lockstep's keys with their values.
-        why: How they were derived, or why there are none.
-    """
+    """The result of importing a key: Lockstep's keys with their values, and why, or why there are none."""
 
     status: Status
     settings: Settings = field(default_factory=dict)

@@ -35,13 +35,7 @@ _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrap
 
 @dataclass(frozen=True, slots=True)
 class PeerOptimizer:
-    """Optimizer state by number or name.
-
-    Attributes:
-        states: State of each parameter: tensors, and `step`.
-        groups: Parameters of each group.
-        settings: The other values of each group, such as `lr`.
-    """
+    """Optimizer state by number or name: each parameter's tensors and `step`; each group's parameters and settings."""
 
     place: Path
     states: Mapping[Any, Mapping[str, Any]]
@@ -59,9 +53,7 @@ class PeerCheckpoint:
     """A checkpoint of another program.
 
     Attributes:
-        weights: Its tensors, and the keys of what isn't imported.
         description: What was read, if the name doesn't say it.
-        optimizer: None: it has none, or wasn't read.
         in_order: Whether the weights are in the order of the model that wrote them.
         step, samples, epoch: How far it was; None: not recorded.
     """
@@ -177,7 +169,6 @@ def _only_order(
     *,
     of_trainer: bool,
 ) -> tuple[str, ...]:
-    """Return the names of the numbered parameters, group after group."""
     parameters = dict(model.named_parameters())
 
     def fits(groups: Sequence[Sequence[str]]) -> bool:

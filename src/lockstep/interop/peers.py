@@ -46,15 +46,12 @@ _EPOCHS, _SAMPLES, _NESTED = ("epoch",), ("global_samples", "samples"), "train_s
 
 
 def read_peer(source: Path, key: str | None = None, prefix: str = "", *, optimizer: bool = False) -> PeerCheckpoint:
-    """Read a checkpoint.
+    """Read a checkpoint. Raises ConfigError.
 
     Args:
         key: Where in a file of torch the model is, such as `net` or `states.net`; None: under one of the usual keys.
         prefix: Take only tensors with this prefix, and remove it.
         optimizer: Read the optimizer's state, too, unless there is a prefix.
-
-    Raises:
-        ConfigError: It can't be read, is damaged, or needs more than tensors and plain values to be unpickled.
     """
     place, optimizer = source.expanduser(), optimizer and not prefix
     peer = read_zero(place, moments=optimizer) if is_zero_checkpoint(place) else _of_torch(place, key, optimizer)
@@ -143,7 +140,6 @@ def _only_optimizer(place: Path, content: Mapping[Any, Any]) -> tuple[PeerOptimi
 
 
 def _float(content: Mapping[Any, Any], names: tuple[str, ...]) -> float | None:
-    """Return the first of these values at the top, or in the state of the trainer."""
     for at in (content, content.get("trainer_state"), content.get(_NESTED)):
         values: Mapping[Any, Any] = at if isinstance(at, Mapping) else {}
         for name in names:
@@ -161,14 +157,7 @@ def _number(content: Mapping[Any, Any], names: tuple[str, ...]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ImportedWeights:
-    """The result of an import.
-
-    Attributes:
-        file: For `model.init_from`.
-        tensors: Number of tensors.
-        skipped: Other contents of the source, by key.
-        source: What was read, if the name doesn't say it.
-    """
+    """The file for `model.init_from`, its number of tensors, the source's other contents, and what was read."""
 
     file: Path
     tensors: int
@@ -184,10 +173,10 @@ class ImportedWeights:
 def import_weights(
     source: Path, folder: Path, force: bool = False, key: str | None = None, prefix: str = ""
 ) -> ImportedWeights:
-    """Write the weights as one file, whole or not at all; replace an existing file only with `force`.
+    """Write the weights that `read_peer` reads as one file, whole or not at all.
 
     Raises:
-        ConfigError: `read_peer` can't read the source, or the target exists.
+        ConfigError: The source can't be read, or the target exists, without `force`.
         RunFailed: The target can't be written.
     """
     target = folder / FILE

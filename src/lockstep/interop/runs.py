@@ -40,15 +40,7 @@ from lockstep.training.user_objects import UserObjects
 
 @dataclass(frozen=True, slots=True)
 class ImportedRun:
-    """The result of an import.
-
-    Attributes:
-        run: The run's folder.
-        source: What was read.
-        steps: Steps of the optimizer so far; None: the source has no optimizer state.
-        progress: Where the run begins.
-        notes: What differs between the source and the config, and what isn't imported.
-    """
+    """The result of an import; `steps` is None if the source has no optimizer state."""
 
     run: Path
     source: Path
@@ -80,13 +72,10 @@ def import_run(
 ) -> ImportedRun:
     """Make a run's folder with a checkpoint that holds weights, optimizer state and progress.
 
-    Args:
-        step, sample: Where the run begins; None: where the checkpoint is.
-        key, prefix: As for `read_peer`.
+    It begins at `step` and `sample`; None: where the checkpoint is.
 
     Raises:
-        ConfigError: The source can't be read, or doesn't fit the config's model or optimizer; or the folder isn't
-            empty.
+        ConfigError: The source can't be read, or doesn't fit the config; or the folder isn't empty.
         RunFailed: The folder can't be written.
     """
     if is_run(folder) or (folder.exists() and any(folder.iterdir())):
@@ -170,7 +159,6 @@ def _beginning_notes(session: Session, peer: PeerCheckpoint) -> Iterator[str]:
 
 
 def _differences(session: Session, named: PeerOptimizer, progress: Progress) -> Iterator[str]:
-    """Yield how the settings of the checkpoint's parameter groups differ from the config's."""
     components = components_of(session)
     optim, plan, model = components.config.optim, components.plan, components.sharding.state.model
     done = fraction_done(components.config.run, progress, plan.epoch_samples)

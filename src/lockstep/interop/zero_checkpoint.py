@@ -89,16 +89,9 @@ _Files = dict[Path, _Contents]
 
 
 def read_zero(place: Path, *, moments: bool = False) -> PeerCheckpoint:
-    """Read a checkpoint.
+    """Read a checkpoint: the folder of a tag, or the one above; with `moments` also Adam's. Raises ConfigError.
 
     Trained parameters are fp32; buffers and frozen parameters are as they are; tied ones have each of their names.
-
-    Args:
-        place: The folder of a tag, or the one above, whose `latest` names the tag.
-        moments: Read Adam's moments, too.
-
-    Raises:
-        ConfigError: Files are missing, damaged, in another format, or name unknown classes; or it isn't Adam's.
     """
     try:
         return _read(_tag_folder(place), moments)
@@ -209,7 +202,6 @@ def _by_parameter(
 
 
 def _frozen(models: _Files) -> dict[str, Tensor]:
-    """Assemble frozen parameters, which the model's files hold, at stage 3 in shards; a save may leave them out."""
     first, model = next(iter(models.items()))
     if model.get("frozen_param_fragments") is None:
         return {}
@@ -250,7 +242,7 @@ def _flat(file: Path, key: str, tensor: Tensor) -> Tensor:
 
 
 def _stage_and_ranks(shards: _Files) -> tuple[int, int]:
-    kinds = {}
+    kinds: dict[tuple[int, int], str] = {}
     for file, contents in shards.items():
         count = contents["partition_count"]
         ranks = set(count) if isinstance(count, list) else {count}
@@ -272,7 +264,6 @@ def _optimizer_of(contents: _Contents, stage: int) -> Any:
 
 
 def _adam_states(file: Path, contents: _Contents, stage: int) -> list[_Contents]:
-    """Return the state of each group, in the layout of the values."""
     states = optimizer = _optimizer_of(contents, stage)
     if not isinstance(optimizer, list):  # it is one with `elastic_checkpoint`
         states = [optimizer["state"][key] for group in optimizer["param_groups"] for key in group["params"]]
@@ -284,7 +275,6 @@ def _adam_states(file: Path, contents: _Contents, stage: int) -> list[_Contents]
 
 
 def _steps(contents: _Contents, states: Sequence[_Contents], stage: int) -> set[int]:
-    """Return the numbers of optimizer steps: one, unless groups differ."""
     optimizer = _optimizer_of(contents, stage)
     groups = optimizer["param_groups"] if isinstance(optimizer, dict) else []
     steps = [record["step"] for record in states if "step" in record]

@@ -56,13 +56,7 @@ def open_store(address: str, retry_seconds: float = RETRY_SECONDS) -> BlobStore:
 
 
 class Bucket:
-    """The objects under a prefix of a bucket.
-
-    Args:
-        address: `s3://bucket/prefix`, `gs://...` or `az://...`, checked.
-        retry_seconds: How long a request that fails is repeated.
-        part_bytes: Size of the parts of an upload; Amazon's limits are 5 MiB and 10,000 parts.
-    """
+    """The objects under a prefix of a bucket; uploads are in parts of 5 MiB at least, of which Amazon allows 10,000."""
 
     def __init__(self, address: str, retry_seconds: float = 60.0, part_bytes: int = PART_BYTES) -> None:
         self.place = address
