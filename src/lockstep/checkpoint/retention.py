@@ -23,7 +23,7 @@ _log = logging.getLogger("lockstep.checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class RetentionEntry:
-    """What decides whether a checkpoint is kept: its progress, and the metric `best` there if it was evaluated."""
+    """A checkpoint's progress, and the metric `best` there if it was evaluated: they decide whether it is kept."""
 
     progress: Progress
     metric: float | None

@@ -100,51 +100,42 @@ def _cut(offsets: Integers, capacity: int) -> tuple[Integers, Integers]:
 def _place(counts: Integers, capacity: int) -> Integers:
     """Return the sample of each piece, longest first, given the number of pieces of each length."""
     placed: list[Integers] = []
-    open_samples = _OpenSamples(capacity)
+    opened = 0
+    not_full: dict[int, list[Integers]] = {}  # samples by the space left in them
+    spaces: list[int] = []  # the keys, sorted
+
+    def put(samples: Integers, space: int) -> None:
+        if len(samples) and space:
+            if space not in not_full:
+                not_full[space] = []
+                insort(spaces, space)
+            not_full[space].append(samples)
+
     for length in range(capacity, 0, -1):
         left = int(counts[length])
         while left:
-            samples, space = open_samples.take(length, left)
+            fit = bisect_left(spaces, length)  # the fullest with space, or else new ones
+            if fit < len(spaces):
+                space = spaces.pop(fit)
+                samples = np.concatenate(not_full.pop(space))
+            else:
+                space, first = capacity, opened
+                opened += -(-left // (capacity // length))
+                samples = np.arange(first, opened)
             each = space // length
             num_full = min(len(samples), left // each)
             full, rest = samples[:num_full], samples[num_full:]
             placed.append(np.repeat(full, each) if each > 1 else full)
-            open_samples.put(full, space - each * length)
+            put(full, space - each * length)
             left -= num_full * each
             extra = min(left, each) if len(rest) else 0  # for the last sample, which they don't fill
             if extra:
                 placed.append(np.repeat(rest[:1], extra))
-                open_samples.put(rest[:1], space - extra * length)
+                put(rest[:1], space - extra * length)
                 rest = rest[1:]
                 left -= extra
-            open_samples.put(rest, space)
+            put(rest, space)
     return np.concatenate(placed) if placed else np.zeros(0, np.int64)
-
-
-class _OpenSamples:
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._opened = 0
-        self._samples: dict[int, list[Integers]] = {}
-        self._spaces: list[int] = []  # the keys, sorted
-
-    def take(self, length: int, pieces: int) -> tuple[Integers, int]:
-        """Remove and return the fullest samples with space for `length`, and that space; new ones if there are none."""
-        fit = bisect_left(self._spaces, length)
-        if fit < len(self._spaces):
-            space = self._spaces.pop(fit)
-            return np.concatenate(self._samples.pop(space)), space
-        first = self._opened
-        self._opened += -(-pieces // (self._capacity // length))
-        return np.arange(first, self._opened), self._capacity
-
-    def put(self, samples: Integers, space: int) -> None:
-        if len(samples) == 0 or space == 0:
-            return
-        if space not in self._samples:
-            self._samples[space] = []
-            insort(self._spaces, space)
-        self._samples[space].append(samples)
 
 
 @dataclass(frozen=True, slots=True)

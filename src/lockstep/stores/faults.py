@@ -18,6 +18,11 @@ _RIGHTS = {
     "gs": "the role Storage Object Admin",
     "az": "the role Storage Blob Data Contributor",
 }
+_SETTINGS = {
+    "s3": "correct AWS_PROFILE, AWS_REGION or AWS_ENDPOINT_URL",
+    "gs": "correct GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME",
+}
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _OTHER_REGION = re.compile(
     "PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|incorrect.* region"
@@ -38,7 +43,7 @@ def settings(error: Exception, address: str) -> str:
     """Return the sentence about settings that make no client."""
     if _NO_CREDENTIALS.search(str(error)):
         return _without_credentials(address)
-    return f"its settings can't be used ({_shown(_first_line(error))}); correct them, such as AWS_PROFILE or AWS_REGION"
+    return f"its settings can't be used ({_shown(_first_line(error))}); {_SETTINGS[parts_of(address)[0]]}"
 
 
 def _without_credentials(address: str) -> str:
@@ -73,7 +78,8 @@ def as_os_error(error: Exception, address: str, name: str, seconds: float) -> OS
         return OSError(errno.EIO, "it has fewer bytes than it had when it was written", where)
     if status:
         message = _shown(_group("<Message>([^<]*)</Message>", str(error))) or "is this the right endpoint?"
-        return OSError(errno.EIO, f"{call} at {endpoint} failed ({what}: {message})", where)
+        tried = f" for {seconds:g} s" if status[0] == "5" or status == "429" else ""
+        return OSError(errno.EIO, f"{call} at {endpoint} failed{tried} ({what}: {message})", where)
     if "HTTP error" in text:
         broken = "is not reached" if "sending request" in text else "breaks off connections"
         remedy = "check the network, and the endpoint and region"
