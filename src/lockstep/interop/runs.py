@@ -176,8 +176,8 @@ def _differences(session: Session, named: PeerOptimizer, progress: Progress) -> 
     for key, values in configured.items():
         saved = {_shown(group[key]) for group in named.settings if key in group}
         if saved and saved != values:
-            theirs, ours = (" and ".join(sorted(of)) for of in (saved, values))
-            yield f"{key} is {theirs} in the checkpoint, {ours} in the config; {_REMEDIES.get(key, f'set optim.{key}')}"
+            there, here = (" and ".join(sorted(of)) for of in (saved, values))
+            yield f"{key} is {there} in the checkpoint, {here} in the config; {_REMEDIES.get(key, f'set optim.{key}')}"
 
 
 def _shown(value: Any) -> str:
