@@ -71,7 +71,7 @@ def test_the_shards_of_a_mesh_are_those_of_torch(mesh: Any) -> None:
     plan = WritePlan(Inventories([table], [ranks], [(tuple(ranks),)] * len(ranks), [{}] * len(ranks)))
     index_of, grids = plan.grids()
     grid = grids[index_of["w"]]
-    assert grid.fault(shape, len(ranks)) is None
+    assert grid.fits(shape, len(ranks))
     for rank, coordinate in enumerate(product(*map(range, sizes))):
         local, offsets = _compute_local_shape_and_global_offset(shape, sizes, list(coordinate), placements)
         is_first = all(index == 0 for index, dim in zip(coordinate, dims, strict=True) if dim is None)
@@ -91,7 +91,7 @@ def test_a_box_is_read_from_the_cells_that_meet_it(mesh: Any, data: Any) -> None
     offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
     wanted = Box(offsets, tuple(data.draw(st.integers(1, size - at)) for size, at in zip(shape, offsets, strict=True)))
     for grid in (flat, cells):
-        assert grid.fault(shape, len(grid.ranks)) is None
+        assert grid.fits(shape, len(grid.ranks))
         expected = {
             (rank, box) for rank in grid.ranks for box in grid.boxes_of(rank, shape) if box.meets(wanted) is not None
         }

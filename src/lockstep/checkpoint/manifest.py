@@ -204,9 +204,8 @@ def _check_grids(manifest: Manifest) -> None:
             continue
         if entry.grid >= len(manifest.grids):
             raise corrupt(f"{name} has grid {entry.grid}, and there are {len(manifest.grids)}")
-        fault = manifest.grids[entry.grid].grid.fault(entry.shape, manifest.ranks)
-        if fault is not None:
-            raise corrupt(f"the grid of {name} {fault}")
+        if not manifest.grids[entry.grid].grid.fits(entry.shape, manifest.ranks):
+            raise corrupt(f"{name} has a grid that {manifest.ranks} ranks can't have of {list(entry.shape)[:99]}")
         checked.add(key)
 
 

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint import manifest as manifests
-from lockstep.checkpoint.hashing import BlockHasher
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import CorruptCheckpoint, shard_file, to_bytes
 from lockstep.checkpoint.reading import manifest_bytes
@@ -221,9 +220,7 @@ class MemorySaver:
             self._worked = time.thread_time() - began
 
     def _write_rank(self, draft: Draft, snapshot: Snapshot, metadata: StepMetadata) -> None:
-        layout = snapshot.layout
-        hasher = BlockHasher(self._run_metadata.run, metadata.step, layout.file)
-        record = write_rank_file(draft, layout, snapshot.image, hasher)
+        record = write_rank_file(draft, snapshot, self._run_metadata.run, metadata.step)
         if self._axis.rank == self._ranks.start:
             own = {ATTEMPT: self.attempt} if self.attempt else {}
             environment = {**self._run_metadata.environment, **metadata.environment, **own}

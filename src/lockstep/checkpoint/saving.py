@@ -25,11 +25,10 @@ import torch
 
 from lockstep.checkpoint import hashing
 from lockstep.checkpoint import manifest as manifests
-from lockstep.checkpoint.file_layout import FileLayout
 from lockstep.checkpoint.hashing import BlockHasher
 from lockstep.checkpoint.manifest import FileEntry, GridEntry, Manifest, TensorEntry, amended, shard_file
 from lockstep.checkpoint.reading import checked_manifest, manifest_bytes
-from lockstep.checkpoint.snapshot import FileImage, Snapshot
+from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.storage import Draft, Storage, checkpoint_name, names_by_step
 from lockstep.checkpoint.write_plan import SavePlanner, WritePlan
 from lockstep.core.deferred_signals import DEFERRAL
@@ -240,9 +239,7 @@ class Saver:
             if owner is not None and owner.run != self.run_metadata.run:  # it began where this run's folder was
                 raise RunFailed(f"{self._storage.place} belongs to another run now: {owner}")
             save.draft = self._storage.begin(checkpoint_name(save.metadata.step))
-            layout = save.snapshot.layout
-            hasher = BlockHasher(self.run_metadata.run, save.metadata.step, layout.file)
-            save.record = write_rank_file(save.draft, layout, save.snapshot.image, hasher)
+            save.record = write_rank_file(save.draft, save.snapshot, self.run_metadata.run, save.metadata.step)
             if self._axis.rank != 0:
                 write_record(save.draft, self._axis.rank, save.record)
         except Exception as error:
@@ -313,8 +310,10 @@ def _is_disk_full(failure: str | None) -> bool:
 # --- files and records --------------------------------------------------------------------------------------------
 
 
-def write_rank_file(draft: Draft, layout: FileLayout, image: FileImage, hasher: BlockHasher) -> FileEntry:
+def write_rank_file(draft: Draft, snapshot: Snapshot, run: str, step: int) -> FileEntry:
     """Write a rank's file with the hashes of all its blocks in the header; return its record. Raises OSError."""
+    layout, image = snapshot.layout, snapshot.image
+    hasher = BlockHasher(run, step, layout.file)
     hashes = "".join(
         hasher.hash_block(item.name, at - start, *image.pieces(at, min(at + hashing.BLOCK_BYTES, end)))
         for item, start, end in layout.spans()

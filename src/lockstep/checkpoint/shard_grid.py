@@ -83,20 +83,17 @@ class Grid:
             offsets[dim], sizes[dim] = starts[index], stop - starts[index]
         return (Box(tuple(offsets), tuple(sizes)),)
 
-    def fault(self, shape: tuple[int, ...], ranks: int) -> str | None:
-        """Return why it can't be the grid of a tensor of this shape that this number of ranks wrote; None if it can."""
-        if len(self.ranks) != prod(len(starts) for _, starts in self.cuts):
-            return f"has {len(self.ranks)} ranks for its cells"
-        if len(set(self.ranks)) != len(self.ranks) or not all(0 <= rank < ranks for rank in self.ranks):
-            return "has a rank twice, or one that did not write the checkpoint"
+    def fits(self, shape: tuple[int, ...], ranks: int) -> bool:
+        """Return whether it can be the grid of a tensor of this shape that this number of ranks wrote."""
         dims = [dim for dim, _ in self.cuts]
-        if dims != sorted(set(dims)) or (FLAT in dims and len(dims) > 1) or not all(dim < len(shape) for dim in dims):
-            return f"is cut along dims {dims} of {len(shape)}"
+        if dims != sorted(set(dims)) or (FLAT in dims and len(dims) > 1) or any(dim >= len(shape) for dim in dims):
+            return False
         for dim, starts in self.cuts:
             length = prod(shape) if dim == FLAT else shape[dim]
             if starts[:1] != (0,) or starts[-1] >= length or any(map(int.__ge__, starts, starts[1:])):
-                return f"is cut where a dim of {length} can't be"
-        return None
+                return False
+        num_cells = prod(len(starts) for _, starts in self.cuts)
+        return len(self.ranks) == len(set(self.ranks)) == num_cells and all(0 <= rank < ranks for rank in self.ranks)
 
 
 def flat_index(index: Sequence[int], shape: Sequence[int]) -> int:
@@ -127,6 +124,6 @@ def flat_grid(name: str, shape: tuple[int, ...], rank_of: Mapping[Interval, int]
 
 
 def _whole(name: str, shape: tuple[int, ...], grid: Grid, is_filled: Callable[[], bool]) -> Grid:
-    if grid.fault(shape, max(grid.ranks) + 1) is not None or not is_filled():
+    if not grid.fits(shape, max(grid.ranks) + 1) or not is_filled():
         raise RunFailed(f"{name}: its parts don't make up the whole of {list(shape)}, with one part a rank at most")
     return grid
