@@ -10,18 +10,17 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 85_421
-MOST_FILES = 472
-MOST_CODE = 50_373
+MOST_LINES = 84_255
+MOST_FILES = 467
+MOST_CODE = 49_918
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
-LARGER_PACKAGES = {"training": 10_219, "monitor": 5_774}
+LARGER_PACKAGES = {"training": 10_216, "monitor": 5_774}
 MOST_SMALL_FILES = 7
 """Files of less than 60 lines, an `__init__` aside, that one other file imports."""
 MOST_IN_CIRCLES = {
     "training": 26,
     "monitor": 2,
-    "checkpoint": 2,
     "report": 3,
     "config": 2,
     "data": 2,
