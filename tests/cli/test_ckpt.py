@@ -684,8 +684,7 @@ def test_prune_refuses_a_folder_that_a_process_saves_to(ask: Ask, tmp_path: Path
             answer = ask("prune", tmp_path, *words)
             assert (answer.code, answer.error) == (
                 1,
-                f"lockstep: a run is saving to {tmp_path}, and prunes by itself; "
-                "--dry-run lists what would be deleted\n",
+                f"lockstep: a run is saving to {tmp_path} and prunes by itself; use --dry-run to list only\n",
             )
         assert ask("prune", tmp_path, "--keep-last", 1, "--dry-run", "--json").json["deleted"] == ["step-00000001"]
         saving.communicate()
@@ -737,7 +736,7 @@ def test_if_none_verifies_none_is_deleted(ask: Ask, tmp_path: Path) -> None:
     answer = ask("prune", tmp_path, "--keep-last", 1, "--aside")
     assert answer.code == 3
     assert answer.error.startswith(
-        f"lockstep: none of the checkpoints in {tmp_path} is whole, so none was deleted:\n"
+        f"lockstep: no checkpoint in {tmp_path} is whole, so none was deleted:\n"
         "  step-00000002: rank-00000.safetensors: bytes "
     )
     assert len(list(tmp_path.iterdir())) == 3

@@ -3,8 +3,6 @@
 newest --> manifest, from rank 0 to all --> each rank reads and verifies --> all intact? --> passed on --> restored
    ^                                                                             no
    '------- the one before it <--------------------------------------------------'
-
-What several ranks need is read by one, and passed on once all bytes are intact. Each rank reads snapshots in memory.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Checkpoints in a folder of a file system.
 
-checkpoints/
-├── step-00000240/                   published: renamed once all in it was on the disk
-│   ├── manifest.json
-│   └── rank-00000.safetensors
-├── owner.json                       the run whose checkpoints these are
-├── .draft-step-00000480/            being written
-└── broken-step-00000360/            moved aside
+checkpoints/step-00000240/           published: renamed once all in it was on the disk
+           /owner.json               the run whose checkpoints these are
+           /.draft-step-00000480/    being written
+           /broken-step-00000360/    moved aside
 """
 
 from __future__ import annotations

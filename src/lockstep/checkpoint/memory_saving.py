@@ -1,4 +1,4 @@
-"""Saves snapshots of a run's state in memory that outlives its ranks: checkpoints like those on a disk.
+"""Snapshots of a run's state in memory that outlives its ranks: checkpoints like those on a disk.
 
     main thread    start: plan, copy what changes | train on ...
     background         copy the rest, hash, write, record; the last rank to have written publishes, and deletes old ones

@@ -4,10 +4,8 @@
     background         copy the rest, hash, write, flush, report in next vote |   rank 0: publish
 
 Ranks agree through every update's vote: each reports how many of its saves are settled (on the disk, or failed). No
-collective runs outside the main thread. One save is in progress at a time. A save that fails costs a warning.
-
-rank 0   rank-00000.safetensors
-rank 1   rank-00001.safetensors, rank-00001.json: its record --> manifest.json, and the records are removed
+collective runs outside the main thread. One save is in progress at a time. A save that fails costs a warning. A rank
+leaves a record of its file, which the manifest takes.
 """
 
 from __future__ import annotations

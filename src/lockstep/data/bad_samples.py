@@ -4,7 +4,6 @@ read([4, 7, 9]) raises --> read([4]), read([7]), read([9])
                            [7] raises            fail: "sample 7 can't be read"    skip: [4, 9], and 7 is left out
                            none, read([4, 7, 9]) raises again     "samples 4, 7, 9 ... but not put into one batch"
                                                  works now        used, with a warning that names the sample
-                       --> memory ran out: it is raised, unless a single sample is too large, which is left out
 nothing is left        --> a good sample without weight: all ranks have the same number of micro-batches
 """
 

@@ -63,7 +63,6 @@ def prepare(
     Args:
         inputs: Text files or globs (one document a file), .jsonl, .json, .csv and .parquet files (one document a
             row), folders of the datasets library, or names of its datasets.
-        output: An existing split is replaced when the new one is complete.
         tokenizer: Folder or hub name, or `bytes` (ids 0 to 255, end token 256).
         split: Split of datasets of the datasets library, with slices; its first word names the token files.
         held_out: Write every n-th document to the split `held-out`.

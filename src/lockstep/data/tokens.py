@@ -54,10 +54,7 @@ _HASHED_BYTES = 2**22
 class Packing:
     """The pieces of the stream in each sample, which holds up to `capacity` tokens.
 
-    Attributes:
-        starts: [pieces] Where each piece begins in the stream of tokens, ordered by sample.
-        lengths: [pieces] The number of its tokens.
-        bounds: [samples + 1] Sample s holds pieces bounds[s] .. bounds[s + 1].
+    Pieces [pieces] begin at `starts`, ordered by sample; sample s holds pieces bounds[s] .. bounds[s + 1].
     """
 
     starts: Integers
@@ -140,14 +137,7 @@ def _place(counts: Integers, capacity: int) -> Integers:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a split.
-
-    Attributes:
-        tokenizer: Folder or hub name, or `bytes`.
-        end: Token id at the end of each document.
-        bytes_per_token: Mean length of a token's text, end tokens included.
-        fingerprint: BLAKE2b hash of tokens and documents.
-    """
+    """The header of a split; `tokenizer` is a folder or hub name, or `bytes`; `fingerprint` hashes the files."""
 
     format: int
     dtype: str

@@ -2,8 +2,7 @@
 
 ("zero_optimization", "stage")     DeepSpeed's key, in any section
 ("optim", "lr")                    Lockstep's key, taken as it is
-("wandb", "project")               answered by the row of `wandb`
-("scheduler", "type")              `section.key` takes precedence over `key`
+("scheduler", "type")              `section.key` takes precedence over `key`, and `key` over `section`
 """
 
 from __future__ import annotations

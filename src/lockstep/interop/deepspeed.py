@@ -2,7 +2,6 @@
 
     "zero_optimization": {"stage": 3,                parallel.deepspeed.zero_stage: 3
                           "overlap_comm": true}      parallel.deepspeed.config, passed on
-    "scheduler": {"type": "WarmupLR", ...}           schedule.kind: constant
     "wandb": {"enabled": true}                       not there, with the reason
 
 The keys are in `config/deepspeed_keys.md`; `parallel.deepspeed.config` is checked against the same table.

@@ -1,10 +1,7 @@
-"""Read a config of another tool: its kind, and all its keys.
+"""Read a config of another tool: its kind, which follows from its keys, and all its keys. Nothing is executed.
 
-    args.json    {"output_dir": "out", "fsdp_config": {"min_num_params": 0}, ...}     trainer
-                                |
-    ForeignKey(("output_dir",), "out", args.json:2:17), ForeignKey(("fsdp_config", "min_num_params"), 0, ...), ...
-
-The kind follows from the keys, not from the file's name. Nothing that is read is executed.
+args.json    {"output_dir": "out", "fsdp_config": {"min_num_params": 0}, ...}     trainer
+ForeignKey(("output_dir",), "out", args.json:2:17), ForeignKey(("fsdp_config", "min_num_params"), 0, ...), ...
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class PeerCheckpoint:
     Attributes:
         description: What was read, if the name doesn't say it.
         in_order: Whether the weights are in the order of the model that wrote them.
-        step, samples, epoch: How far it was; None: not recorded.
+        step, samples: How far it was; None: not recorded.
     """
 
     weights: Weights
@@ -65,7 +65,6 @@ class PeerCheckpoint:
     of_trainer: bool = False
     step: int | None = None
     samples: int | None = None
-    epoch: float | None = None
 
 
 def is_optimizer(value: object) -> bool:

@@ -42,7 +42,7 @@ _FILES = ("meta.pt", "pytorch_model_fsdp.bin", *BESIDE)
 """Files beside a folder's weights. A folder may have any of them."""
 _STEPS = ("global_step", "global_steps", "step", "steps", "iteration", "iter", "iter_num")
 _RESERVED = "__metadata__"  # safetensors' key beside the tensors
-_EPOCHS, _SAMPLES, _NESTED = ("epoch",), ("global_samples", "samples"), "train_state"
+_SAMPLES, _NESTED = ("global_samples", "samples"), "train_state"
 
 
 def read_peer(source: Path, key: str | None = None, prefix: str = "", *, optimizer: bool = False) -> PeerCheckpoint:
@@ -92,7 +92,6 @@ def _of_torch(place: Path, key: str | None, optimizer: bool) -> PeerCheckpoint:
         of_trainer="trainer_state" in records,
         step=_number(records, _STEPS),
         samples=_number(records, _SAMPLES),
-        epoch=_float(records, _EPOCHS),
     )
 
 
@@ -139,20 +138,15 @@ def _only_optimizer(place: Path, content: Mapping[Any, Any]) -> tuple[PeerOptimi
     return (peer_optimizer(place, saved[0][1]), saved[0][0]) if saved else (None, None)
 
 
-def _float(content: Mapping[Any, Any], names: tuple[str, ...]) -> float | None:
+def _number(content: Mapping[Any, Any], names: tuple[str, ...]) -> int | None:
     for at in (content, content.get("trainer_state"), content.get(_NESTED)):
         values: Mapping[Any, Any] = at if isinstance(at, Mapping) else {}
         for name in names:
             value = values.get(name)
             value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
             if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 2**48:
-                return value
+                return int(value)
     return None
-
-
-def _number(content: Mapping[Any, Any], names: tuple[str, ...]) -> int | None:
-    value = _float(content, names)
-    return int(value) if value is not None else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """Rules for all but strategies: how they convert another tool's value.
 
     per_device_train_batch_size: 8       derived      batch.global_size: 128 = 8 x 2 x 8 ranks, batch.micro_size: 8
-    gradient_accumulation_steps: 2       derived      follows from batch.global_size, batch.micro_size and the ranks
     max_steps: -1                        not needed   no limit; num_train_epochs decides
 
 A rule may look at the whole file: several keys may set one thing together, or one of them decides.

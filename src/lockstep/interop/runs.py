@@ -116,7 +116,12 @@ def _load(session: Session, peer: PeerCheckpoint, step: int | None, sample: int 
     ledger = imported_ledger(order_of(components), progress.samples)
     session.restore(TrainingState(tensors, {**state.values, "progress": asdict(progress), "ledger": ledger}))
     skipped = [f"not imported: {listed(peer.weights.skipped, 12)}"] if peer.weights.skipped else []
-    return (*_beginning_notes(session, peer), *differences, *skipped)
+    steps = peer.optimizer.steps if peer.optimizer is not None else 0
+    if steps and steps != progress.steps:
+        skipped.append(
+            f"the optimizer has made {steps:,} steps, but the run begins at step {progress.steps:,}; see --step"
+        )
+    return (*differences, *skipped)
 
 
 def _names(peer: PeerCheckpoint, match: WeightMatch, model: nn.Module) -> tuple[Sequence[str], Mapping[str, str]]:
@@ -146,16 +151,6 @@ def _progress(session: Session, peer: PeerCheckpoint, steps: int | None, samples
         at = f"{peer.weights.place} is at step {steps:,} and sample {samples:,}"
         raise ConfigError(f"{at}, after the end of the config's run; set a longer run, or --step 0 to start over")
     return progress
-
-
-def _beginning_notes(session: Session, peer: PeerCheckpoint) -> Iterator[str]:
-    plan, progress = components_of(session).plan, session.progress
-    optimizer = peer.optimizer.steps if peer.optimizer is not None else 0
-    if optimizer and optimizer != progress.steps:
-        yield f"the optimizer has made {optimizer:,} steps, but the run begins at step {progress.steps:,}; see --step"
-    epoch = progress.samples / plan.epoch_samples
-    if peer.epoch is not None and not epoch - 1 <= peer.epoch <= epoch + 1:
-        yield f"the checkpoint is of epoch {peer.epoch:g}, but this sample is at epoch {epoch:.3g}; --sample N sets it"
 
 
 def _differences(session: Session, named: PeerOptimizer, progress: Progress) -> Iterator[str]:

@@ -1,7 +1,6 @@
 """Rules for strategies and their options, ranks and activation checkpointing.
 
 fsdp: full_shard auto_wrap offload      parallel.strategy: fsdp, ...sharding_strategy: FULL_SHARD, ...cpu_offload: true
-deepspeed: ds.json                      the file is read, and its keys are imported
 num_processes: 8 on num_machines: 2     launch.ranks: 4
 """
 

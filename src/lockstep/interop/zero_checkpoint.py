@@ -104,8 +104,9 @@ def read_zero(place: Path, *, moments: bool = False) -> PeerCheckpoint:
 
 def _read(folder: Path, moments: bool) -> PeerCheckpoint:
     _refuse_model_parallel(folder)
-    shards = {file: _load(file)["optimizer_state_dict"] for file in _files_by_rank(folder, _OPTIM_FILE)}
-    models = {file: _load(file) for file in _files_by_rank(folder, _MODEL_FILE)}
+    optim_files, model_files = _files_by_rank(folder, _OPTIM_FILE), _files_by_rank(folder, _MODEL_FILE)
+    shards = {file: _load(file)["optimizer_state_dict"] for file in optim_files.values()}
+    models = {file: _load(file) for file in model_files.values()}
     if not models:
         raise ConfigError(f"{folder} has shards of the ranks but no *mp_rank_00_model_states.pt with their shapes")
     model_file, model = next(iter(models.items()))
@@ -116,9 +117,9 @@ def _read(folder: Path, moments: bool) -> PeerCheckpoint:
             raise ConfigError(f"{folder} has no *_optim_states.pt, where ZeRO keeps the fp32 values; copy all files")
         return _with_model(folder, 0, 1, False, model_file, model, {})
     stage, ranks = _stage_and_ranks(shards)
-    _check_ranks(shards, ranks, _OPTIM_FILE)
+    _check_ranks(optim_files, ranks)
     if stage == 3:
-        _check_ranks(models, ranks, _MODEL_FILE)
+        _check_ranks(model_files, ranks)
     assemble = _by_parameter if stage == 3 else _by_group
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     values = [[_flat(file, key, tensor) for tensor in contents[key]] for file, contents in shards.items()]
@@ -319,17 +320,14 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     return [entry for entry in folder.iterdir() if pattern.fullmatch(entry.name)]
 
 
-def _rank(file: Path, pattern: re.Pattern[str]) -> int:
-    return int(cast("re.Match[str]", pattern.fullmatch(file.name))["rank"] or 0)
-
-
-def _files_by_rank(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+def _files_by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
     by_rank: dict[int, Path] = {}
-    for file in sorted(_files(folder, pattern), key=lambda file: _rank(file, pattern)):
-        other = by_rank.setdefault(_rank(file, pattern), file)
+    for file in _files(folder, pattern):
+        rank = int(cast("re.Match[str]", pattern.fullmatch(file.name))["rank"] or 0)
+        other = by_rank.setdefault(rank, file)
         if other != file:
             raise ConfigError(f"{other} and {file.name} are both of one rank; keep those of one save")
-    return list(by_rank.values())
+    return dict(sorted(by_rank.items()))
 
 
 def _refuse_model_parallel(folder: Path) -> None:
@@ -339,16 +337,15 @@ def _refuse_model_parallel(folder: Path) -> None:
             raise ConfigError(f"{file}: tensor-parallel checkpoints, and those of pipelines and experts, can't be read")
 
 
-def _check_ranks(files: Iterable[Path], num_ranks: int, pattern: re.Pattern[str]) -> None:
-    by_rank = {_rank(file, pattern): file for file in files}
-    first = next(iter(by_rank.values()))
+def _check_ranks(files: Mapping[int, Path], num_ranks: int) -> None:
+    first = next(iter(files.values()))
     saved = f"{first.parent} was saved by {num_ranks} ranks"
-    missing = [rank for rank in range(num_ranks) if rank not in by_rank]
+    missing = [rank for rank in range(num_ranks) if rank not in files]
     if missing:
         name = re.sub(r"rank_[0-9]+_mp", f"rank_{missing[0]}_mp", first.name, count=1)
         raise ConfigError(f"{saved} and lacks {name}; copy the files of all their hosts")
-    if len(by_rank) > num_ranks:
-        raise ConfigError(f"{saved} but has files of {len(by_rank)}; move away those of another save")
+    if len(files) > num_ranks:
+        raise ConfigError(f"{saved} but has files of {len(files)}; move away those of another save")
 
 
 def _load(file: Path) -> _Contents:

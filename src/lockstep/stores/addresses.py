@@ -1,8 +1,6 @@
 """Addresses of object stores: `s3://bucket/prefix`, `gs://...`, `az://container/...`. Nothing is connected here.
 
-s3://bucket/runs/digits/      --> s3://bucket/runs/digits
-s3://key:secret@bucket/x      refused: what an address has is written to the run's files
-file:///data/x                refused: write /data/x
+They hold no credentials, since what an address has is written to the run's files.
 """
 
 from __future__ import annotations
