@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 84_255
+MOST_LINES = 84_202
 MOST_FILES = 467
-MOST_CODE = 49_918
+MOST_CODE = 49_909
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
 LARGER_PACKAGES = {"training": 10_216, "monitor": 5_774}
