@@ -69,7 +69,7 @@ def _is_alone(done: Done) -> None:
         ("profile", "run", "--show"),
         ("export", "run", "--to", "model.pt", "--trust-run"),
         ("verify", "noisy.yaml", "--strategies", "ddp", "--ranks", 2, "--steps", 1),
-        ("plan", "noisy.yaml", "--measure", "--ranks", 1, "--modes", "none", "--steps", 1),
+        ("plan", "noisy.yaml", "--measure", "--ranks", 1, "--peak", "none"),
         ("profile", "data", "noisy.yaml", "--ranks", 1, "--seconds", 1),
         ("profile", "memory", "noisy.yaml", "--ranks", 1),
         ("plan", "noisy.yaml", "--peak", "planned"),

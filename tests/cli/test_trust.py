@@ -108,7 +108,7 @@ VERBS: dict[str, tuple[str, ...]] = {
     "plan": ("plan", "*"),
     "plan, its config named": ("plan", "*/config.yaml", "--peak", "none"),
     "verify": ("verify", "*", "--ranks", "1"),
-    "plan --measure": ("plan", "*", "--measure", "--modes", "none"),
+    "plan --measure": ("plan", "*", "--measure", "--peak", "none"),
     "profile data": ("profile", "data", "*", "--seconds", "1"),
     "profile memory": ("profile", "memory", "*"),
     "config deepspeed": ("config", "deepspeed", "*", "parallel.strategy=deepspeed"),

@@ -1,15 +1,14 @@
-"""The verb `plan`: lockstep plan RECIPE --ranks N [--measure [--modes all]] [overrides]."""
+"""The verb `plan`: lockstep plan RECIPE --ranks N [--measure] [overrides]."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_run, approved_config, size, whole
-from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_run, approved_config, size
+from lockstep.core.errors import RunFailed
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 
@@ -42,29 +41,9 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     parser.add_argument(
         "--measure", action="store_true", help="also run three updates here; show predicted and measured memory"
     )
-    parser.add_argument(
-        "--modes",
-        metavar="all|A,B",
-        help="with --measure: show instead what ways to save memory save and cost, such as none,full,selective",
-    )
-    parser.add_argument("--steps", type=whole, metavar="N", help="with --modes: updates that are timed; default 5")
     args, overrides = parser.parse(arguments)
-    if (args.modes or args.steps) and not (args.modes and args.measure):
-        raise ConfigError("--modes is for --measure, and --steps for --modes: --measure --modes all --steps 5")
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
-    execute = _measure_modes if args.modes else _plan
-    return Prepared(partial(execute, args, loaded, name), loaded.config, f"plan-{name}")
-
-
-def _measure_modes(args: argparse.Namespace, loaded: LoadedConfig, _: str) -> int:
-    from lockstep.simulation.planning import measure_modes
-    from lockstep.training.user_objects import refuse_given
-
-    refuse_given(loaded)
-    rows = measure_modes(loaded, args.modes, args.steps or 5, trust_remote_code=args.trust_remote_code)
-    if args.json:
-        emit({"modes": [asdict(row) for row in rows]})
-    return 0
+    return Prepared(partial(_plan, args, loaded, name), loaded.config, f"plan-{name}")
 
 
 def _plan(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:

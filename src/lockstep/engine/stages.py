@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.core.errors import ConfigError, Failure, Problem
-from lockstep.core.out_of_memory import note_location
 from lockstep.core.records import Inputs
 from lockstep.distributed.forward_mode import ALL_SIDES, ForwardMode, Side
 from lockstep.engine.chain_check import (
@@ -35,7 +34,7 @@ from lockstep.engine.chain_check import (
     in_form,
     something_between,
 )
-from lockstep.engine.dry_run import entered_modules, failed, first_line, raises_itself, unchanged
+from lockstep.engine.dry_run import entered_modules, first_line, unchanged
 from lockstep.engine.eager import Context, call
 from lockstep.engine.partitioning import PartitionSpec, empty_block, first_blocks, refuse_no_chain
 from lockstep.engine.placeholders import (
@@ -128,7 +127,6 @@ class PartitionedModel:
         with muted():
             use = sides_of_use(model, blocks, inputs)
             outer = outer_modules(model, blocks, use.sides)
-        self._failed_whole = use.failed
         self._muted = muted
         self._mode = mode
         self._firsts = first_blocks(model, blocks, spec, outer)
@@ -314,7 +312,6 @@ class PartitionedModel:
             except Failure:
                 raise
             except Exception as error:
-                self._refuse_own_error(error)
                 where = inside[-1] if inside and inside[-1] else "the model"
                 raise no_chain(
                     f"the forward of {where} fails where blocks are on other ranks ({first_line(error)}): it needs "
@@ -340,13 +337,6 @@ class PartitionedModel:
         finally:
             for module in around:
                 del vars(module)["named_parameters"]
-
-    def _refuse_own_error(self, error: Exception) -> None:
-        """Raise `error` if it is none of the stages: a statement raised it, or the whole model fails there, too."""
-        fails_whole = self._failed_whole is not None and failed(error) == self._failed_whole
-        if fails_whole or raises_itself(error):
-            note_location(error, "forward", _IN_THE_FORWARD if fails_whole else _IN_THE_CHECK)
-            raise error
 
     @contextmanager
     def _without_effects(self) -> Iterator[None]:
@@ -425,13 +415,6 @@ def _until_abandoned(forward: Callable[..., Any]) -> Callable[..., Any]:
             return abandoned.output
 
     return run
-
-
-_IN_THE_FORWARD = "in the first forward, in which the model fails without stages, too"
-_IN_THE_CHECK = (
-    "in the check of the pipeline's stages, in which blocks of other ranks pass on their input; if the model works "
-    "with another strategy, it needs more of its blocks than that"
-)
 
 
 # --- what blocks take and return ----------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from lockstep.plan.stated_facts import sizes_of_config
 from lockstep.simulation import device
 from lockstep.simulation.failing import Unpredictable, UserCodeFails, explained
 from lockstep.simulation.made_up import made_up_data
-from lockstep.simulation.stages import Stages, peaks_of_stages
 from lockstep.simulation.updates import UPDATES, peak_of_rank
 from lockstep.strategies.registry import AUTO, REFERENCE, find_strategy, strategies, written_name
 
@@ -146,7 +145,7 @@ class Estimator:
     def exactly(self, config: Config, updates: int) -> Peak:
         """Return the peak of the rank that needs most over N updates; raises as `peak` does."""
         try:
-            return max(self._peaks(self._without_files(config), updates), key=_bytes)
+            return max(self._peaks(self._without_files(config), updates), key=lambda peak: peak.bytes)
         except (ConfigError, Unpredictable):
             raise
         except Exception as error:  # a model, or torch without data, may raise anything
@@ -171,11 +170,9 @@ class Estimator:
 
     def _peaks(self, config: Config, updates: int) -> list[Peak]:
         mesh = self.planned(config).mesh
-        if mesh.pipeline == 1:
-            return [peak_of_rank(config, self.ranks, 0, self.given, updates, self.device_type)]
-        stage_of = tuple(mesh.coordinates(rank)["pipeline"] for rank in range(self.ranks))
-        first = tuple(stage_of.index(stage) for stage in range(mesh.pipeline))
-        return peaks_of_stages(Stages(config, self.given, first, stage_of, self.device_type, updates))
+        stage_of = [mesh.coordinates(rank)["pipeline"] for rank in range(self.ranks)]
+        firsts = [stage_of.index(stage) for stage in range(mesh.pipeline)]
+        return [peak_of_rank(config, self.ranks, rank, self.given, updates, self.device_type) for rank in firsts]
 
     def fits(self, peak: Peak) -> bool | None:
         """Return whether a rank's memory is enough for a peak and what an allocator adds; None: it isn't known."""
@@ -223,10 +220,6 @@ def under(config: Config, strategy: Strategy, variant: Variant) -> Config:
         **({strategy.section: options} if options else {}),
     }
     return config.model_copy(update={"parallel": Parallel.model_validate(parallel)})
-
-
-def _bytes(peak: Peak) -> int:
-    return peak.bytes
 
 
 def _shortened(config: Config, plan: Plan) -> Config:

@@ -3,28 +3,24 @@
     all_reduce(x)        sum: x times the number of ranks; minimum, maximum, average: x
     all_gather(x)        x for every rank                 reduce_scatter(x)   this rank's part of x, times the ranks
     broadcast, scatter   this rank's                      send                checked
-    receive              ones                             objects             this rank's for every rank, or those of
-                                                          other processes by a store; a host wait
+    receive              ones                             objects             this rank's for every rank; a host wait
 
 A group of a device has that device's tensors alone, as NCCL demands. Each collective is counted with its bytes.
 """
 
 from __future__ import annotations
 
-import pickle
 import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, Store, _create_work_from_future  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import HashStore, _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed import ReduceOp
 from torch.futures import Future
 
@@ -33,8 +29,6 @@ from lockstep.simulation import device
 
 BACKENDS = {device.NAME: "simulated", "cpu": "simulated_cpu"}
 """Names of the backends, by the type of their device."""
-_FAILED = "failed"
-_LOOK_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,18 +194,17 @@ class SimulatedGroup(dist.ProcessGroup):
 class SimulatedHostGroup:
     """The exchange of objects with the other ranks of a group, for which the accelerator isn't waited for."""
 
-    def __init__(self, group: dist.ProcessGroup, objects: _Objects) -> None:
-        self._group = group
-        self._objects = objects
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._ranks = group.size()
 
     def gather(self, value: object) -> list[object]:
-        return self._objects.exchange(value, self._group)
+        return [value] * self._ranks
 
     def broadcast(self, value: object) -> object:
-        return self.gather(value)[0]
+        return value
 
     def numbers(self, own: int) -> list[int]:
-        return cast("list[int]", self.gather(own))
+        return [own] * self._ranks
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -230,88 +223,34 @@ _issued: list[Collective] = []
 
 
 @contextmanager
-def simulated_groups(
-    rank: int,
-    ranks: int,
-    store: Store | None = None,
-    device_type: str = device.NAME,
-    simulated_by: Callable[[int], int] = int,
-) -> Iterator[list[Collective]]:
-    """Make the process group of one rank of many, for the block; yield the list of the collectives that it issues.
-
-    Args:
-        store: Connects the processes of all ranks, which exchange objects; None: there is this one.
-        device_type: Of the groups' tensors.
-        simulated_by: As of `simulated_rank`.
-    """
+def simulated_groups(rank: int, ranks: int, device_type: str = device.NAME) -> Iterator[list[Collective]]:
+    """Make the process group of one rank of many within the block; yield the list of the collectives that it issues."""
     _register()
     backend = BACKENDS[device_type]
     _issued.clear()
-    objects = _Objects(store, simulated_by)
     excepthook = sys.excepthook
     dist.init_process_group(backend, store=HashStore(), rank=rank, world_size=ranks)
     sys.excepthook = excepthook  # torch's writes the rank before each line of a traceback, for good
     try:
         with (
-            patch.object(dist, "all_gather_object", objects.gather),
-            patch.object(dist, "broadcast_object_list", objects.broadcast),
-            patch.dict(host_group.makers, {backend: lambda group: SimulatedHostGroup(group, objects)}),
+            patch.object(dist, "all_gather_object", _gather_objects),
+            patch.object(dist, "broadcast_object_list", _broadcast_objects),
+            patch.dict(host_group.makers, {backend: SimulatedHostGroup}),
         ):
             yield _issued
-    except BaseException:
-        objects.fail()
-        raise
     finally:
         host_group.forget_host_groups()
         dist.destroy_process_group()
         _forget_meshes()
 
 
-class OtherRankFailed(RuntimeError):
-    """Another rank of a simulation with several processes has failed."""
+def _gather_objects(objects: list[Any], own: object, group: dist.ProcessGroup | None = None) -> None:
+    device.note_wait("all_gather_object")
+    objects[:] = [own] * dist.get_world_size(group)
 
 
-class _Objects:
-    """The objects that ranks exchange: every rank has this one's, or those of the other processes come by a store."""
-
-    def __init__(self, store: Store | None, simulated_by: Callable[[int], int]) -> None:
-        self._store: Any = store  # torch types values as strings, and they are bytes
-        self._simulated_by = simulated_by
-        self._exchanged: Counter[tuple[int, ...]] = Counter()
-
-    def gather(self, objects: list[Any], own: object, group: dist.ProcessGroup | None = None) -> None:
-        device.note_wait("all_gather_object")
-        objects[:] = self.exchange(own, group)
-
-    def broadcast(
-        self, objects: list[Any], src: int | None = None, group: Any = None, *unused: object, group_src: int = 0
-    ) -> None:
-        device.note_wait("broadcast_object_list")
-        root = group_src if src is None else dist.get_process_group_ranks(group).index(src)
-        objects[:] = cast("list[Any]", self.exchange(list(objects), group)[root])
-
-    def exchange(self, own: object, group: dist.ProcessGroup | None) -> list[object]:
-        """Return the objects of all ranks of a group."""
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if self._store is None:
-            return [own] * len(ranks)
-        self._exchanged[ranks] += 1
-        prefix = f"{ranks}/{self._exchanged[ranks]}"
-        keys = [f"{prefix}/{self._simulated_by(rank)}" for rank in ranks]
-        self._store.set(f"{prefix}/{dist.get_rank()}", pickle.dumps(own))
-        self._wait(keys)
-        return [pickle.loads(self._store.get(key)) for key in keys]
-
-    def _wait(self, keys: list[str]) -> None:
-        while not self._store.check(keys):
-            if self._store.check([_FAILED]):
-                raise OtherRankFailed("another rank has failed")
-            time.sleep(_LOOK_S)
-
-    def fail(self) -> None:
-        """Let the waits of the other processes end."""
-        if self._store is not None:
-            self._store.set(_FAILED, b"")
+def _broadcast_objects(*unused: object, **named: object) -> None:
+    device.note_wait("broadcast_object_list")
 
 
 def _forget_meshes() -> None:

@@ -10,8 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,14 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 import torch
 from torch import nn
 
-from lockstep.config.loading import LoadedConfig
-from lockstep.config.schema import Config, Memory
-from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, OutOfMemory, Paused, RunFailed, Stopped
-from lockstep.core.formatting import counted, size
+from lockstep.core.formatting import size
 from lockstep.core.ranks import RankEnvironment
 from lockstep.core.stopping import undo_on_stop
-from lockstep.core.terminal import echo, muted_stderr
+from lockstep.core.terminal import muted_stderr
 from lockstep.distributed.memory import peak_memory
 from lockstep.launch.devices import choose_ranks, count_accelerators
 from lockstep.launch.local import launch
@@ -209,7 +205,7 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
     config = loaded.config.model_copy(update={"run": loaded.config.run.model_copy(update=length)})
     estimator = estimator_for(loaded, None, trust_remote_code=trust_remote_code)
     config = _settled(config, estimator)
-    ranks, on_cpu = choose_ranks(config.launch), computes_on_cpu(config)
+    ranks, on_cpu = choose_ranks(config.launch), not count_accelerators(config.launch)[1]
     estimator = replace(estimator, device_type="cpu" if on_cpu else device.NAME)
     predicted, why = None, ""
     try:
@@ -219,29 +215,12 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
     if predicted is not None and estimator.memory is not None and predicted.bytes > estimator.memory:
         held = f"{size(predicted.bytes)}, and has {size(estimator.memory)}"
         raise RunFailed(f"a rank would take {held} here; measure fewer ranks, or a smaller model")
-    measured = measured_rank(config, given, ranks)
-    return MeasuredMemory(predicted, why, measured.peak, measured.held, ranks, on_cpu)
+    peak, held = _measured(config, given, ranks)
+    return MeasuredMemory(predicted, why, peak, held, ranks, on_cpu)
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredRank:
-    """The measured memory and time of a rank.
-
-    Attributes:
-        held: As of `MeasuredMemory`.
-        milliseconds: Time of the fastest of the timed updates, as other processes only add to it; 0: none was timed.
-    """
-
-    peak: Peak
-    held: int
-    milliseconds: float
-
-
-def measured_rank(config: Config, given: UserObjects, ranks: int, timed: int = 0) -> MeasuredRank:
-    """Run updates in new processes, and return the measurement of the rank that needs most memory.
-
-    Args:
-        timed: Updates that are timed, on the CPU in processor time, after three in which memory is counted.
+def _measured(config: Config, given: UserObjects, ranks: int) -> tuple[Peak, int]:
+    """Run the config's updates in new processes; return peak and held bytes of the rank that needs most memory.
 
     Raises:
         ConfigError: The ranks refuse the config.
@@ -249,13 +228,11 @@ def measured_rank(config: Config, given: UserObjects, ranks: int, timed: int = 0
         RunFailed: They ended without a result.
         Stopped: A signal asked them to stop.
     """
-    length = {"steps": _MEASURED_UPDATES + timed, "samples": None, "tokens": None, "epochs": None}
-    config = config.model_copy(update={"run": config.run.model_copy(update=length)})
     folder = Path(tempfile.mkdtemp(prefix="lockstep-plan-"))
     remove = partial(shutil.rmtree, folder, ignore_errors=True)
     try:
         with undo_on_stop(remove):
-            entry = partial(_measure_rank, config, given, timed, folder)
+            entry = partial(_measure_rank, config, given, folder)
             code = launch(entry, ranks, config.launch, None, own_process=True, preload=imports_ahead(config)).show()
             records = [json.loads(file.read_text()) for file in folder.glob("*.json")]
     finally:
@@ -267,13 +244,7 @@ def measured_rank(config: Config, given: UserObjects, ranks: int, timed: int = 0
             raise OutOfMemory(record["refused"]) if record["memory"] else ConfigError(record["refused"])
     if len(records) < ranks:
         raise RunFailed(f"memory can't be measured: the ranks ended with exit code {code}")
-    measured = [MeasuredRank(Peak(**record["peak"]), record["held"], record["milliseconds"]) for record in records]
-    return max(measured, key=lambda each: each.peak.bytes)
-
-
-def computes_on_cpu(config: Config) -> bool:
-    """Return whether ranks of this machine have no accelerator to compute on."""
-    return not count_accelerators(config.launch)[1]
+    return max(((Peak(**record["peak"]), record["held"]) for record in records), key=lambda pair: pair[0].bytes)
 
 
 def _settled(config: Config, estimator: Estimator) -> Config:
@@ -283,114 +254,23 @@ def _settled(config: Config, estimator: Estimator) -> Config:
     return config.model_copy(update={"parallel": parallel, "batch": batch})
 
 
-def _measure_rank(config: Config, given: UserObjects, timed: int, folder: Path) -> int:
+def _measure_rank(config: Config, given: UserObjects, folder: Path) -> int:
     record: dict[str, Any]
     rank = RankEnvironment.read(os.environ).rank
     try:
         with opened(config, given) as session:
-            record = _record(session, timed)
+            record = _record(session)
     except (ConfigError, OutOfMemory) as refusal:
         record = {"refused": str(refusal), "memory": isinstance(refusal, OutOfMemory)}
     (folder / f"{rank}.json").write_text(json.dumps(record))
     return 0
 
 
-def _record(session: Session, timed: int) -> dict[str, Any]:
+def _record(session: Session) -> dict[str, Any]:
     device = components_of(session).world.device
-    ledger, on_cpu = MemoryLedger(device.type), device.type == "cpu"
+    ledger = MemoryLedger(device.type)
     with Watched(ledger), resizes_seen(ledger):
         run_updates(session, ledger, _MEASURED_UPDATES)
+    on_cpu = device.type == "cpu"
     held = peak_memory(device) if on_cpu else torch.get_device_module(device).max_memory_reserved()
-    clock, times, start = (time.process_time if on_cpu else time.perf_counter), [], 0.0
-    for batch in session.batches() if timed else ():
-        start = clock()
-        session.accumulate(batch)
-        session.commit().result()
-        times.append(clock() - start)
-    return {"peak": asdict(ledger.peak()), "held": held, "milliseconds": 1000 * min(times, default=0.0)}
-
-
-MODES: Mapping[str, Mapping[str, Any]] = {
-    "none": {},
-    "full": {"activation_checkpointing": {"mode": "full"}},
-    "full-every-2": {"activation_checkpointing": {"mode": "full", "every": 2}},
-    "selective": {"activation_checkpointing": {"mode": "selective"}},
-    "loss-chunk": {"loss_chunk": 256},
-    "offload": {"activation_offload": "cpu"},
-    "full+offload": {"activation_checkpointing": {"mode": "full"}, "activation_offload": "cpu"},
-    "full+loss-chunk": {"activation_checkpointing": {"mode": "full"}, "loss_chunk": 256},
-}
-OWN = "yours"
-"""The mode that the config itself sets."""
-
-_HEAD = "| mode | peak of a rank | of none's | ms an update | of none's |\n| --- | ---: | ---: | ---: | ---: |"
-
-
-@dataclass(frozen=True, slots=True)
-class ModeMeasurement:
-    """Memory and time of an update in one mode.
-
-    Attributes:
-        peak: Bytes at the peak of the rank that needs most; None: the mode didn't run.
-        milliseconds: Time of the fastest update; on the CPU processor time.
-        why: Why the mode didn't run.
-    """
-
-    mode: str
-    peak: int | None = None
-    milliseconds: float | None = None
-    why: str = ""
-
-
-def measure_modes(loaded: LoadedConfig, modes: str, steps: int, *, trust_remote_code: bool) -> list[ModeMeasurement]:
-    """Measure each mode in new ranks of this machine, and print a row of a table for each.
-
-    Args:
-        modes: Names separated by commas, or `all`.
-        steps: Updates of each mode that are timed.
-    """
-    chosen, given = configs(loaded.config, modes), UserObjects(trust_remote_code=trust_remote_code)
-    ranks = choose_ranks(loaded.config.launch)
-    time = "processor time on this machine's CPU" if computes_on_cpu(loaded.config) else "time on this machine"
-    echo(f"each mode on {counted(ranks, 'rank')}, with the {time} of the fastest update:\n\n{_HEAD}", flush=True)
-    rows: list[ModeMeasurement] = []
-    for mode, config in chosen.items():
-        try:
-            measured = measured_rank(config, given, ranks, steps)
-            rows.append(ModeMeasurement(mode, measured.peak.bytes, measured.milliseconds))
-        except ConfigError as refusal:
-            rows.append(ModeMeasurement(mode, why=f"refused: {refusal}"))
-        except OutOfMemory:
-            rows.append(ModeMeasurement(mode, why="out of memory"))
-        echo(table_row(rows[-1], rows[0]), flush=True)
-    return rows
-
-
-def table_row(row: ModeMeasurement, none: ModeMeasurement) -> str:
-    """Return a row of the Markdown table, with the ratios to the mode `none`."""
-    if row.peak is None or row.milliseconds is None:
-        return f"| {row.mode} | {row.why} | | | |"
-    peak_ratio = f"{row.peak / none.peak:.2f}" if none.peak else ""
-    time_ratio = f"{row.milliseconds / none.milliseconds:.2f}" if none.milliseconds else ""
-    return f"| {row.mode} | {size(row.peak)} | {peak_ratio} | {row.milliseconds:.1f} | {time_ratio} |"
-
-
-def configs(config: Config, names: str) -> dict[str, Config]:
-    """Return a config for each mode. `none`, with which all are compared, comes first even if it isn't named.
-
-    Args:
-        names: Modes separated by commas, or `all`.
-
-    Raises:
-        ConfigError: There is no such mode.
-    """
-    known = {
-        name: config.model_copy(update={"memory": Memory.model_validate(section)}) for name, section in MODES.items()
-    }
-    if config.memory != Memory():
-        known[OWN] = config
-    chosen = list(known) if names == "all" else [name.strip() for name in names.split(",")]
-    for name in chosen:
-        if name not in known:
-            raise ConfigError(f"--modes: there is no mode {name!r}; {did_you_mean(name, known)}")
-    return {name: known[name] for name in dict.fromkeys(["none", *chosen])}
+    return {"peak": asdict(ledger.peak()), "held": held}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,8 +18,6 @@ from lockstep.simulation import device, groups
 from lockstep.simulation.execution import Execution, simulated_execution
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
     from lockstep.core.protocols import Axis
 
 _MACHINE_RANKS = 8
@@ -45,16 +43,11 @@ def simulated_rank(
     ranks: int,
     *,
     machine_ranks: int = _MACHINE_RANKS,
-    store: Store | None = None,
     device_type: str = device.NAME,
-    simulated_by: Callable[[int], int] = int,
 ) -> Iterator[SimulatedRank]:
     """Be one rank of many within the block; the others seem to have all that this one has.
 
     Args:
-        store: Connects processes that simulate the other ranks: objects are then really exchanged, as stages of a
-            pipeline and the plan of a save need it; tensors are not. None: there is this rank alone.
-        simulated_by: Returns the rank whose objects a rank is taken to have, of those that processes simulate.
         device_type: `cpu` simulates ranks that compute on the CPU: their tensors have no data either.
 
     Raises:
@@ -63,7 +56,7 @@ def simulated_rank(
     device.register()
     place = torch.device("cpu") if device_type == "cpu" else torch.device(device.NAME, 0)
     local_ranks = min(machine_ranks, ranks)
-    with groups.simulated_groups(rank, ranks, store, device_type, simulated_by) as collectives:
+    with groups.simulated_groups(rank, ranks, device_type) as collectives:
         axis: Axis = LocalGroup()
         if ranks > 1:
             assert dist.group.WORLD is not None, "simulated_groups made it"

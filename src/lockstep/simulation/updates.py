@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -17,8 +16,6 @@ from lockstep.training.components import Purpose
 from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
     from lockstep.config.schema import Config
     from lockstep.simulation.memory import Category
     from lockstep.training.session import Session
@@ -35,20 +32,16 @@ def peak_of_rank(
     given: UserObjects,
     updates: int = UPDATES,
     device_type: str = device.NAME,
-    *,
-    store: Store | None = None,
-    simulated_by: Callable[[int], int] = int,
 ) -> Peak:
     """Return the peak of a rank over the first updates of a run.
 
     Args:
         device_type: `cpu`: as ranks compute on the CPU.
-        store, simulated_by: As of `simulated_rank`.
 
     Raises:
         ConfigError: The run would be refused.
     """
-    with simulated_rank(rank, ranks, store=store, device_type=device_type, simulated_by=simulated_by) as simulated:
+    with simulated_rank(rank, ranks, device_type=device_type) as simulated:
         ledger, watchers = MemoryLedger(device_type), simulated.execution.watchers
         if device_type != "cpu":
             watchers.append(ledger.see)

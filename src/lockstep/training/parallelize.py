@@ -260,9 +260,8 @@ def _cast_weights(whole: WholeModel, compute: torch.dtype | None, world: World) 
         return frozenset()
     from lockstep.engine.cast_weights import cast_weights
 
-    first = world.axis.rank == 0  # the ranks' gathers must agree
-    names = cast_weights(whole.module, whole.sample(), compute, world.device, muted_logging) if first else ()
-    return frozenset(cast("list[str]", world.axis.broadcast(sorted(names))))
+    names = cast_weights(whole.module, whole.sample(), compute, world.device, muted_logging)
+    return frozenset(cast("list[str]", world.axis.broadcast(sorted(names))))  # the ranks' gathers must agree
 
 
 # --- transforms ---------------------------------------------------------------------------------------------------
