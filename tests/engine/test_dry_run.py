@@ -59,7 +59,7 @@ class Made:
 def checked(off: float, returns: Returns = lambda made: made) -> Differing:
     model = Differing(nn.Linear(4, 2), off, returns)
     group = TensorParallelGroup(LocalGroup(), frozenset(), frozenset())
-    TensorCheck(model.model, model.whole_weights, {}, group, LocalGroup(), CPU).run(model.forward, [batch(1), batch(4)])
+    TensorCheck(model.model, model.whole_weights, group, LocalGroup(), CPU).run(model.forward, [batch(1), batch(4)])
     return model
 
 

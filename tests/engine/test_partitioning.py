@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -261,83 +259,3 @@ def test_a_stage_boundary_of_another_shape_is_refused_on_every_rank() -> None:
             PartitionedModel(
                 model, names(model), spec(rank, split=["blocks.2"]), CPU, INPUTS, nullcontext, ForwardMode()
             )
-
-
-class Raising(Chain):
-    def forward(self, tokens: Tensor) -> Tensor:
-        raise ValueError("my own bug")
-
-
-class Reaching(Chain):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.table(tokens) + self.blocks[3][0].bias + self.blocks[0][0].bias)
-
-
-class Misspelled(Chain):
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.table(tokens)
-        for block in self.blocks:
-            hidden = block(hiden)  # type: ignore[name-defined]  # noqa: F821
-        return self.head(hidden)
-
-
-class MisspelledInTheEnd(Chain):
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.table(tokens)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.haed(hidden)
-
-
-class MisspelledBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.linear(hidden) + nothing  # type: ignore[name-defined]  # noqa: F821
-
-
-class OfWrongShape(Chain):
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.table(tokens) @ torch.zeros(3, 3)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(hidden)
-
-
-def of_misspelled_blocks() -> Chain:
-    model = Chain()
-    model.blocks = nn.ModuleList(MisspelledBlock() for _ in model.blocks)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "error"),
-    [
-        (Misspelled, NameError),
-        (MisspelledInTheEnd, AttributeError),
-        (of_misspelled_blocks, NameError),
-        (OfWrongShape, RuntimeError),
-    ],
-)
-def test_what_fails_in_the_whole_model_is_no_fault_of_its_blocks(
-    make: Callable[[], Chain], error: type[Exception]
-) -> None:
-    for rank in range(2):
-        model = make()
-        stages = PartitionedModel(model, names(model), spec(rank), CPU, INPUTS, nullcontext, ForwardMode())
-        with pytest.raises(error) as raised:
-            stages.activation_specs(INPUTS)
-        assert any(entry.path.name == Path(__file__).name for entry in raised.traceback[1:])
-
-
-def test_what_a_model_raises_itself_is_no_fault_of_its_blocks() -> None:
-    for kind, error, message in (
-        (Raising, ValueError, "my own bug"),
-        (Reaching, ConfigError, "needs more of them than"),
-    ):
-        model = kind()
-        stages = PartitionedModel(model, names(model), spec(0), CPU, INPUTS, nullcontext, ForwardMode())
-        with pytest.raises(error, match=message):
-            stages.activation_specs(INPUTS)

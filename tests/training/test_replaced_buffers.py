@@ -115,10 +115,11 @@ def _synchronized() -> list[Any]:
 
 def test_ranks_must_hold_alike_tensors_of_whatever_kind() -> None:
     results = in_world(2, _synchronized)
-    assert results[0] == results[1]
-    *held, refusal = results[0]
+    (*held, first), (*_, second) = results
+    assert held == results[1][:-1]
     assert held == [[0, 2, 4, 6], [0] * 4, [0, 1, 2], [[0, 3], [1, 4], [2, 5]], None]
-    assert "center another shape or dtype: it is float32 [1] on rank 0 and float32 [2] on rank 1" in refusal
+    assert "float32 [1] on rank 0" in first
+    assert "float32 [2] on rank 1" in second
 
 
 def _replaced_on_one_rank() -> str:
@@ -138,4 +139,4 @@ def _replaced_on_one_rank() -> str:
 
 def test_a_rank_that_alone_has_replaced_its_buffer_is_named() -> None:
     message = in_world(2, _replaced_on_one_rank)[1]
-    assert "it was float32 [4], and is float32 [5] on rank 1, but not on all: rank 0 did not answer" in message
+    assert "float32 [5] on rank 1, float32 [4] before" in message

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.core.errors import ConfigError, Failure, Problem
-from lockstep.distributed.shard_boxes import as_shard_of, full_tensor, is_sharded, local_tensor
+from lockstep.distributed.shard_boxes import as_shard_of, is_sharded, local_tensor
 from lockstep.engine.dry_run import dry_run, entered_modules, outputs_of_modules
 
 if TYPE_CHECKING:
@@ -34,12 +34,12 @@ _Forward = Callable[[], object]
 _KEY = "parallel.tensor_parallel.plan"
 _MIXED = "mixed torch.Tensor and DTensor"  # in torch's message
 _SAMPLED = 4096  # elements of a gradient
-_NAMED = 3  # entries of the plan
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 """Relative tolerance by precision: a wrong plan differs by far more than rounding does."""
-_SEVERAL_IN_ONE = (
-    "One reason may be a Linear that holds several matrices in one (queries, keys and values; gate and up), which "
-    "isn't divided into pieces of each"
+_REASONS = (
+    "Usual reasons: a Linear that holds several matrices in one (queries, keys and values; gate and up) isn't divided "
+    "into pieces of each; a head's columns need colwise_gather_output; weights that each rank uses for its own "
+    "columns, and only those, need sum_gradient"
 )
 _NOISE = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 """Relative to the largest gradient: a parameter on which outputs don't depend has a gradient of rounding errors."""
@@ -52,14 +52,14 @@ class _Observed:
     Attributes:
         whole: Whether it was computed with whole weights.
         weighted: A number that depends on each element of the outputs.
-        outputs: Outputs by module, in the order in which modules ended; whole, if the forward reached its end.
+        dtypes: Precisions of the modules' outputs.
         gradients: By parameter, some elements of this rank's part of the gradient, then its norm.
         inside: Names of the modules that a forward was in when it failed, from outside in.
     """
 
     whole: bool
     weighted: float = 0.0
-    outputs: dict[str, Tensor] = field(default_factory=dict)
+    dtypes: frozenset[torch.dtype] = frozenset()
     gradients: dict[str, Tensor] = field(default_factory=dict)
     inside: Sequence[str] = ()
 
@@ -71,14 +71,12 @@ class TensorCheck:
     Attributes:
         model: The tensor-parallel model.
         whole_weights: Makes a context in which it computes with whole weights.
-        plan: Styles, by the names of modules.
         group: The ranks over which the matrices are sharded.
         world: All ranks, which share their results.
     """
 
     model: nn.Module
     whole_weights: Callable[[nn.Module], AbstractContextManager[object]]
-    plan: Mapping[str, str]
     group: TensorParallelGroup
     world: Axis
     device: torch.device
@@ -104,7 +102,7 @@ class TensorCheck:
         except Failure:
             raise
         except Exception as error:  # on all ranks alike
-            raise _refused(self._failure(sharded, error)) from error
+            raise _refused(_failure(sharded.inside, error)) from error
         finally:
             torch_log.disabled = was_disabled
         differences = self.world.gather(self._difference(whole, sharded))
@@ -139,15 +137,9 @@ class TensorCheck:
             self.model.eval()
         model = self.model
         with entered_modules(model) as observed.inside, outputs_of_modules(model) as outputs, _used(model) as used:
-            try:
-                sum_ = _weighted_sum(forward())
-            except Exception:
-                observed.outputs = {name: local_tensor(item) for name, item in outputs.items()}
-                raise
+            sum_ = _weighted_sum(forward())
         observed.weighted = float(sum_.detach())
-        observed.outputs = {
-            name: (full_tensor(item) if is_sharded(item) else item).cpu() for name, item in outputs.items()
-        }
+        observed.dtypes = frozenset(item.dtype for item in outputs.values())
         trained = {name: item for name, item in used.items() if item.requires_grad}
         if not sum_.requires_grad or not trained:
             return
@@ -176,60 +168,23 @@ class TensorCheck:
         """Describe the first difference on this rank; None: there is none beyond the lowest precision's tolerance."""
         if not isfinite(whole.weighted):
             return None
-        dtypes = {item.dtype for item in sharded.outputs.values()} or {torch.float32}
+        dtypes = sharded.dtypes or {torch.float32}
         tolerance = max(_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
         noise = max(_NOISE.get(dtype, 0.0) for dtype in dtypes)
-        gradient = _first_different(whole.gradients, sharded.gradients, tolerance, noise)
-        if gradient is None and abs(whole.weighted - sharded.weighted) <= tolerance * abs(whole.weighted):
+        name = _first_different(whole.gradients, sharded.gradients, tolerance, noise)
+        if name is None and abs(whole.weighted - sharded.weighted) <= tolerance * abs(whole.weighted):
             return None
-        return (
-            self._module_difference(whole, sharded, tolerance)
-            or self._gradient_difference(sharded, gradient)
-            or "the model's output differs between tensor-parallel and whole matrices"
-        )
+        what = "the model's output" if name is None else f"the gradient of {name}"
+        return f"{what} differs between tensor-parallel and whole matrices. {_REASONS}"
 
-    def _module_difference(self, whole: _Observed, sharded: _Observed, tolerance: float) -> str | None:
-        """Describe the last module if its shape differs, else the first module of equal shapes that differs."""
-        last, last_output = next(reversed(sharded.outputs.items()), ("", None))
-        expected = whole.outputs.get(last)
-        if last_output is not None and expected is not None and expected.shape != last_output.shape:
-            return (
-                f"{last or 'the model'} returns {list(last_output.shape)} with tensor-parallel matrices, and "
-                f"{list(expected.shape)} with whole ones; colwise_gather_output gathers a head's columns"
-            )
-        for name, output in sharded.outputs.items():
-            expected = whole.outputs.get(name)  # a rank's columns have another shape
-            if expected is not None and expected.shape == output.shape and not _is_near(expected, output, tolerance):
-                fact = f"the output of {name or 'the model'} differs between tensor-parallel and whole matrices"
-                return f"{fact}{self._entries_before(sharded, name)}. {_SEVERAL_IN_ONE}"
-        return None
 
-    def _gradient_difference(self, sharded: _Observed, name: str | None) -> str | None:
-        if name is None:
-            return None
-        fact = f"the gradient of {name} differs between tensor-parallel and whole matrices"
-        if name in self.group.partial:
-            return f"{fact}: sum_gradient is for weights that each rank uses for its own columns alone"
-        if name in self.group.replicated:
-            why = "weights that each rank uses for its own columns alone take sum_gradient, in a module of their own"
-            return f"{fact}: {why}"
-        return f"{fact}{self._entries_before(sharded, name.rpartition('.')[0])}. {_SEVERAL_IN_ONE}"
-
-    def _failure(self, sharded: _Observed, error: Exception) -> str:
-        message = str(error).strip().partition("\n")[0] or type(error).__name__
-        if _MIXED in message:
-            message = "its input is sharded over ranks; give it gather_sequence, or another style that takes such input"
-        if sharded.inside:
-            name = sharded.inside[-1] or "the model"
-            return f"{name} fails with tensor-parallel matrices: {message}{self._entries_before(sharded, name)}"
-        return f"the model's output can't be gathered with tensor-parallel matrices: {message}"
-
-    def _entries_before(self, sharded: _Observed, name: str) -> str:
-        """Describe the last entries of the plan that ran before a module ended."""
-        names = list(sharded.outputs)
-        done = names[: names.index(name) + 1] if name in names else names
-        entries = [f"{item} ({self.plan[item]})" for item in done if item in self.plan][-_NAMED:]
-        return f", after {', '.join(entries)}" if entries else ""
+def _failure(inside: Sequence[str], error: Exception) -> str:
+    message = str(error).strip().partition("\n")[0] or type(error).__name__
+    if _MIXED in message:
+        message = "its input is sharded over ranks; give it gather_sequence, or another style that takes such input"
+    if inside:
+        return f"{inside[-1] or 'the model'} fails with tensor-parallel matrices: {message}"
+    return f"the model's output can't be gathered with tensor-parallel matrices: {message}"
 
 
 def _refused(why: str) -> ConfigError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from inspect import signature
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,20 +57,22 @@ def generate(
         if is_whole and is_transformers_model(model) and cast("Any", model).can_generate():
             kept = prompt_ids if limit is None else prompt_ids[-max(1, limit - tokens) :]
             tokens = tokens if limit is None else min(tokens, limit - len(kept))
-            return _by_the_library(model, kept, tokens, temperature, top_k, seed, end)
+            return _by_the_library(model, kept, tokens, _Choice(temperature, top_k, seed, end))
         context = min(context, int(limit or context))
-        return _by_forwards(model, prompt_ids, tokens, temperature, top_k, seed, context, end)
+        return _by_forwards(model, prompt_ids, tokens, context, _Choice(temperature, top_k, seed, end))
 
 
-def _by_the_library(
-    model: Any,
-    prompt_ids: Sequence[int],
-    tokens: int,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
-    end: int | None,
-) -> list[int]:
+class _Choice(NamedTuple):
+    """How tokens are chosen; see `generate`."""
+
+    temperature: float
+    top_k: int | None
+    seed: int
+    end: int | None
+
+
+def _by_the_library(model: Any, prompt_ids: Sequence[int], tokens: int, choice: _Choice) -> list[int]:
+    temperature, top_k, seed, end = choice
     ids = torch.tensor([list(prompt_ids)], device=model.device)
     sampling = {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0} if temperature else {}
     end = model.config.eos_token_id if end is None else end
@@ -98,24 +100,15 @@ def _refuse_damaged(ids: Tensor, logits: Tensor) -> Tensor:
     return logits
 
 
-def _by_forwards(
-    model: nn.Module,
-    prompt_ids: Sequence[int],
-    tokens: int,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
-    context: int,
-    end: int | None,
-) -> list[int]:
-    device, draws = next(model.parameters()).device, torch.Generator().manual_seed(seed)
+def _by_forwards(model: nn.Module, prompt_ids: Sequence[int], tokens: int, context: int, choice: _Choice) -> list[int]:
+    device, draws = next(model.parameters()).device, torch.Generator().manual_seed(choice.seed)
     name = "input_ids" if "input_ids" in signature(model.forward).parameters else "tokens"
     ids = list(prompt_ids)
     while len(ids) < len(prompt_ids) + tokens:
         window = torch.tensor([ids[-context:]], device=device)
         logits = full_logits(logits_of(model(**{name: window})))[0, -1].float().cpu()
-        token = _draw(_refuse_damaged(window, logits), temperature, top_k, draws)
-        if token == end:
+        token = _draw(_refuse_damaged(window, logits), choice.temperature, choice.top_k, draws)
+        if token == choice.end:
             break
         ids.append(token)
     return ids[len(prompt_ids) :]

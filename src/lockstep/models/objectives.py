@@ -38,6 +38,12 @@ OF_USERS_MODEL = "targets"
 """The kind of the labels of a user's model whose forward takes targets, and computes the loss."""
 
 
+def loss_and_accuracy(loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of an objective: the mean loss, and the share of right answers if they were counted."""
+    accuracy = {"accuracy": _mean(sums["right"], count)} if "right" in sums else {}
+    return {"loss": _mean(loss_sum, count), **accuracy}
+
+
 class TargetLoss:
     """Cross-entropy with a target for each position that has logits, or for each sample.
 
@@ -85,7 +91,7 @@ class TargetLoss:
         return _metric_sums(*self._pairs(outputs, batch), self.label_smoothing)
 
     def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
-        metrics = _loss_and_accuracy(loss_sum, count, sums)
+        metrics = loss_and_accuracy(loss_sum, count, sums)
         if not self.language:
             return metrics
         nats = _mean(sums.get("plain_loss", loss_sum), count)
@@ -110,6 +116,7 @@ class ClassifierLoss:
     """
 
     decomposes = True
+    metrics = staticmethod(loss_and_accuracy)
 
     def __init__(self, labels: int, problem: str | None, label_smoothing: float = 0.0) -> None:
         self._labels = labels
@@ -142,9 +149,6 @@ class ClassifierLoss:
                 return {"right": ((logits > 0) == (targets > 0.5)).sum() / self._labels}
         return {}
 
-    def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
-        return _loss_and_accuracy(loss_sum, count, sums)
-
     def _kind(self, targets: Tensor | None) -> str:
         if targets is None:
             raise no_targets()
@@ -167,6 +171,7 @@ class SpanLoss:
     """
 
     decomposes = True
+    metrics = staticmethod(loss_and_accuracy)
 
     def count(self, batch: Batch) -> int:
         inputs = batch.inputs if isinstance(batch.inputs, Mapping) else {}
@@ -189,9 +194,6 @@ class SpanLoss:
         right_starts = (part_of(outputs, "start_logits").argmax(-1) == start).sum()
         return {"right": right_starts + (part_of(outputs, "end_logits").argmax(-1) == end).sum()}
 
-    def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
-        return _loss_and_accuracy(loss_sum, count, sums)
-
 
 class ModelLoss:
     """The loss that the model's forward computes from labels.
@@ -201,6 +203,8 @@ class ModelLoss:
         summed: The loss is the sum over the samples instead.
         decomposes: Whether the loss of a batch is the sum of its samples' losses.
     """
+
+    metrics = staticmethod(loss_and_accuracy)
 
     def __init__(self, labels: str, *, shift: bool, summed: bool, decomposes: bool) -> None:
         self._labels = labels
@@ -217,9 +221,6 @@ class ModelLoss:
 
     def metric_sums(self, outputs: object, batch: Batch) -> Mapping[str, Tensor]:
         return {}
-
-    def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
-        return _loss_and_accuracy(loss_sum, count, sums)
 
     def _valid(self, batch: Batch) -> int | Tensor:
         if self._labels == OF_USERS_MODEL and _are_tokens(batch.targets):
@@ -279,11 +280,6 @@ def _metric_sums(logits: Tensor, targets: Tensor, label_smoothing: float) -> dic
     if label_smoothing:
         sums["plain_loss"] = cross_entropy_sum(logits, targets)
     return sums
-
-
-def _loss_and_accuracy(loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
-    accuracy = {"accuracy": _mean(sums["right"], count)} if "right" in sums else {}
-    return {"loss": _mean(loss_sum, count), **accuracy}
 
 
 def _without_last_dim(targets: Tensor) -> Tensor:

@@ -125,16 +125,10 @@ def _main_file(place: Path) -> Path:
 
 
 def _no_weights_in(folder: Path) -> str:
-    export = command_line("lockstep", "export", folder)
-    if (folder / "manifest.json").is_file():
-        return f"{folder} is a checkpoint; export its weights with `{export} --to FILE.safetensors`"
-    if any((entry / "manifest.json").is_file() for entry in folder.iterdir()):
-        return f"{folder} has checkpoints; export the newest's weights with `{export} --to FILE.safetensors`"
-    if (folder / "config.yaml").is_file():
-        return (
-            f"the run in {folder} has no weights yet (there is no {folder / 'model'}); export those of its newest "
-            f"checkpoint with `{export}`"
-        )
+    places = (folder, *folder.iterdir())
+    if (folder / "config.yaml").is_file() or any((place / "manifest.json").is_file() for place in places):
+        export = command_line("lockstep", "export", folder, "--to", "FILE.safetensors")
+        return f"{folder} has checkpoints or their run, and no weights yet; export the newest's with `{export}`"
     if (foreign := peer_checkpoint(folder, "WEIGHTS")) is not None:
         return f"{folder} {foreign}"
     files = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".safetensors", *TORCH_SUFFIXES))

@@ -143,14 +143,7 @@ class WeightMatch:
     def notes(self) -> tuple[str, ...]:
         """Return a sentence for each kind of mismatch."""
         notes = [f"the prefix {readable(self.prefix)} of the names in {self.place} was removed"] if self.prefix else []
-        kinds = (
-            ("lacks", self.missing, "of the model, initialized as usual", [slot.name for slot in self.missing]),
-            ("has", self.reshaped, "in another shape, initialized as usual", self._reshaped_names()),
-            ("has", self.unexpected, "that the model lacks", [*self.unexpected]),
-        )
-        for verb, tensors, what, names in kinds:
-            if tensors:
-                notes.append(f"{self.place} {verb} {_counted(tensors)} {what}: {listed(names, _SHOWN)}")
+        notes += [f"{self.place}: {line}" for line in self._by_kind()]
         if self.unread:
             unread = listed(self.unread, _SHOWN)
             notes.append(f"{self.place}: not read: {unread}; use `lockstep ckpt import` to take optimizer and step")
@@ -158,28 +151,19 @@ class WeightMatch:
 
     def mismatches(self) -> str:
         """Return a description of all mismatches, which ends with a new line."""
-        names = [slot.name for slot in self.missing]
-        if not self.pairs and not self.reshaped:
-            lines = [f"{self.place} has none of the model's {_counted(names)}"]
-            lines.append(f"the model has: {listed(names, _SHOWN)}")
-            lines.append(f"the file has: {listed([*self.unexpected], _SHOWN)}{_nearest(names, self.unexpected)}")
-            return "\n  ".join(lines) + "\n"
-        lines = [f"{self.place} doesn't have the weights of this model"]
-        if self.missing:
-            missing = [f"{slot.name} {list(slot.tensor.shape)}" for slot in self.missing]
-            lines.append(f"missing: {listed(missing, _SHOWN)}")
-        if self.unexpected:
-            unexpected = [f"{name} {list(tensor.shape)}" for name, tensor in self.unexpected.items()]
-            lines.append(f"unexpected: {listed(unexpected, _SHOWN)}{_nearest(names, self.unexpected)}")
-        if self.reshaped:
-            lines.append(f"of another shape: {listed(self._reshaped_names(), _SHOWN)}")
-        return "\n  ".join(lines) + "\n"
+        return "\n  ".join([f"{self.place} doesn't have the weights of this model", *self._by_kind()]) + "\n"
 
-    def _reshaped_names(self) -> list[str]:
-        return [
-            f"{slot.name} {list(tensor.shape)} where the model has {list(slot.tensor.shape)}"
-            for slot, tensor in self.reshaped
-        ]
+    def _by_kind(self) -> list[str]:
+        kinds = {
+            "missing": [f"{slot.name} {list(slot.tensor.shape)}" for slot in self.missing],
+            "unexpected": [f"{name} {list(tensor.shape)}" for name, tensor in self.unexpected.items()],
+            "of another shape": [
+                f"{slot.name} {list(tensor.shape)} where the model has {list(slot.tensor.shape)}"
+                for slot, tensor in self.reshaped
+            ],
+        }
+        hint = {"unexpected": _nearest([slot.name for slot in self.missing], self.unexpected)}
+        return [f"{kind}: {listed(names, _SHOWN)}{hint.get(kind, '')}" for kind, names in kinds.items() if names]
 
 
 def match_weights(model: nn.Module, weights: Weights, *, translate: bool = True) -> WeightMatch:
@@ -278,10 +262,6 @@ def _prefix(model_names: Collection[str], file_names: Collection[str]) -> str:
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
-
-
-def _counted(tensors: Collection[object]) -> str:
-    return f"{len(tensors):,} tensor{'' if len(tensors) == 1 else 's'}"
 
 
 def _nearest(missing: Sequence[str], unexpected: Collection[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -87,19 +87,20 @@ class SyncedBuffers:
             self._specs = specs
 
     def _refuse_differences(self, own: Sequence[_Spec | None]) -> None:
-        ranks = group_or_all(self._group)
+        changes = zip(self._owners, self._specs, own, strict=True)
+        name, before, now = next(change for change in changes if change[1] != change[2])
+        message = (
+            f"forwards have given the buffer {name} another shape or dtype on some ranks: {_text(now)} on rank "
+            f"{dist.get_rank()}, {_text(before)} before. All ranks continue with the first rank's buffers; give it the "
+            "same shape and dtype on all, or register it with persistent=False"
+        )
+        refusal = ConfigError(Problem("", "model", message))
         try:
-            gathered = ranks.gather_if_all((dist.get_rank(), own))
+            everywhere = group_or_all(self._group).gather_if_all(own)
         except RunFailed as error:
-            changes = zip(self._owners, self._specs, own, strict=True)
-            name, before, now = next(change for change in changes if change[1] != change[2])
-            why = f"was {_text(before)}, and is {_text(now)} on rank {dist.get_rank()}, but not on all: {error}"
-            raise _not_alike(name, why) from error
-        (first, of_first), *others = cast("list[tuple[int, Sequence[_Spec | None]]]", gathered)
-        for rank, specs in others:
-            for name, spec, expected in zip(self._owners, specs, of_first, strict=True):
-                if spec != expected:
-                    raise _not_alike(name, f"is {_text(expected)} on rank {first} and {_text(spec)} on rank {rank}")
+            raise refusal from error
+        if any(specs != own for specs in everywhere):
+            raise refusal
 
 
 def buffer_owners(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -130,14 +131,6 @@ def _specs(buffers: Sequence[Any]) -> list[_Spec | None]:
 
 def _text(spec: _Spec | None) -> str:
     return "None" if spec is None else str(TensorInfo(dtype_name(spec[1]), tuple(spec[0])))
-
-
-def _not_alike(name: str, why: str) -> ConfigError:
-    message = (
-        f"forwards have given the buffer {name} another shape or dtype: it {why}. All ranks continue with the first "
-        "rank's buffers; give it the same shape and dtype on all ranks, or register it with persistent=False"
-    )
-    return ConfigError(Problem("", "model", message))
 
 
 def is_expanded(tensor: Tensor) -> bool:
@@ -215,14 +208,13 @@ class BufferSnapshot:
             self._put_back_on_device(unless)
         elif not unless:
             specs = _specs(self._sources)
-            kept = [index for index in range(len(specs)) if specs[index] == self._specs[index]]
-            groups = _groups(self._parts, self._copies, kept)
-            for group in groups:
-                torch._foreach_copy_(_of(group, self._parts), _of(group, self._copies))
-            written = {index for group in groups for index in group}
             for index, (name, owner) in enumerate(self._owners.items()):
-                copy = self._copies[index]
-                owner[_key(name)] = self._sources[index] if index in written or copy is None else copy.clone()
+                source, part, copy = self._sources[index], self._parts[index], self._copies[index]
+                if copy is not None and specs[index] == self._specs[index] and _fits(part, copy):
+                    part.copy_(copy)
+                elif copy is not None:
+                    source = copy.clone()
+                owner[_key(name)] = source
 
     def _put_back_on_device(self, unless: Tensor) -> None:
         now, groups = current_buffers(self._owners), self._groups
@@ -260,17 +252,21 @@ def _groups(parts: Sequence[Any], copies: Sequence[Any], indices: Sequence[int] 
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index in range(len(parts)) if indices is None else indices:
         part, copy = parts[index], copies[index]
-        if part is None or copy is None or is_expanded(part):
-            continue
-        if (part.shape, part.dtype, part.device) == (copy.shape, copy.dtype, copy.device):
+        if part is not None and copy is not None and _fits(part, copy):
             groups.setdefault((copy.device, copy.dtype), []).append(index)
     return [*groups.values()]
 
 
 def _chosen(unless: Tensor, buffer: Any, copy: Any) -> Any:
     """Return `copy` for a buffer that a forward made, unless it doesn't fit or isn't wanted."""
-    if buffer is None or copy is None or is_sharded(buffer):
-        return buffer
-    if (buffer.shape, buffer.dtype, buffer.device) != (copy.shape, copy.dtype, copy.device):
+    if buffer is None or copy is None or is_sharded(buffer) or not _alike(buffer, copy):
         return buffer
     return torch.where(unless.to(buffer.device), buffer, copy)
+
+
+def _fits(part: Tensor, copy: Tensor) -> bool:
+    return not is_expanded(part) and _alike(part, copy)
+
+
+def _alike(tensor: Tensor, other: Tensor) -> bool:
+    return (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)

@@ -154,7 +154,8 @@ class DDPStep(GradientStep):
     def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
         self._optimizer.update(rate, divisor / self._ranks, keep)
         if self._memory is not None and not keep:
-            self._memory.clear()
+            for name in ("error_dict", "p_memory_dict", "q_memory_dict"):  # of a gradient that was not finite
+                getattr(self._memory, name).clear()
 
     def close(self) -> None:
         self._mark.remove()
@@ -297,21 +298,8 @@ class _Hook:
         return unchanged
 
 
-class _PowerSGDMemory:
-    """PowerSGD's memory of the updates before: errors that it adds to the next gradient, and factors to begin with."""
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-
-    def clear(self) -> None:
-        """Forget a gradient that was not finite: it would corrupt all later ones."""
-        self._state.error_dict.clear()
-        self._state.p_memory_dict.clear()
-        self._state.q_memory_dict.clear()
-
-
-def _hook(options: DDP, backend: str, accumulates: bool) -> tuple[_Hook | None, _PowerSGDMemory | None]:
-    """Return the hook that DDP needs, and what it keeps between updates, if they are needed."""
+def _hook(options: DDP, backend: str, accumulates: bool) -> tuple[_Hook | None, Any]:
+    """Return the hook that DDP needs, and PowerSGD's state, if they are needed."""
     if options.compression == "none" and not (options.static_graph and accumulates):
         return None, None
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -331,4 +319,4 @@ def _hook(options: DDP, backend: str, accumulates: bool) -> tuple[_Hook | None, 
         matrix_approximation_rank=options.powersgd.rank,
         start_powerSGD_iter=options.powersgd.start_step,
     )
-    return _Hook(powerSGD_hook.powerSGD_hook, state), _PowerSGDMemory(state)
+    return _Hook(powerSGD_hook.powerSGD_hook, state), state

@@ -46,43 +46,10 @@ class _TorchMethods:
         return self._name if device_index is None else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
-        return self._torch.device(self.current_device() if device_index is None else device_index)
-
-    def set_device(self, device_index: int) -> None:
-        self._torch.set_device(device_index)
-
-    def current_device(self) -> int:
-        return int(self._torch.current_device())
+        return self._torch.device(self._torch.current_device() if device_index is None else device_index)
 
     def current_device_name(self) -> str:
         return f"{self._name}:{self._torch.current_device()}"
-
-    def device_count(self) -> int:
-        return int(self._torch.device_count())
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        self._torch.synchronize()
-
-    def stream(self, stream: Any) -> Any:
-        return self._torch.stream(stream)
-
-    def current_stream(self, device_index: int | None = None) -> Any:
-        return self._torch.current_stream()
-
-    def default_stream(self, device_index: int | None = None) -> Any:
-        return self._torch.default_stream()
-
-    def empty_cache(self) -> None:
-        self._torch.empty_cache()
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        return int(self._torch.memory_allocated())
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        return int(self._torch.max_memory_allocated())
-
-    def memory_stats(self, device_index: int | None = None) -> dict[str, int]:
-        return {}
 
     def total_memory(self, device_index: int | None = None) -> int:
         return int(self._torch.mem_get_info()[1])
@@ -94,14 +61,22 @@ class _TorchMethods:
         return tensor.device.type == self._name
 
 
+_OF_TORCH = (
+    "set_device", "current_device", "device_count", "synchronize", "stream", "current_stream", "default_stream",
+    "empty_cache", "memory_allocated", "max_memory_allocated",
+)  # fmt: skip
+"""The methods that are functions of torch's module of the device."""
+
+
 def _torch_accelerator(device: torch.device) -> Any:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     module: Any = torch.get_device_module(device)
     made = partial(torch.tensor, device=device)
     dtypes = {"Float": torch.float32, "Byte": torch.uint8, "Int": torch.int32, "Long": torch.int64}
-    constructors = {f"{name}Tensor": staticmethod(partial(made, dtype=dtype)) for name, dtype in dtypes.items()}
-    members = {"Stream": module.Stream, "Event": module.Event, "_torch": module, **constructors}
+    members: dict[str, Any] = {"Stream": module.Stream, "Event": module.Event, "_torch": module, "_name": device.type}
+    members |= {f"{name}Tensor": staticmethod(partial(made, dtype=dtype)) for name, dtype in dtypes.items()}
+    members |= {name: staticmethod(getattr(module, name)) for name in _OF_TORCH}
     accelerator: Any = type("TorchAccelerator", (_TorchMethods, CPU_Accelerator), members)()
-    accelerator._name = device.type
+    accelerator._name = device.type  # CPU_Accelerator's constructor sets its own
     return accelerator

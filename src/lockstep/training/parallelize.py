@@ -544,7 +544,7 @@ def _check_tensor_plan(
     if isinstance(objective, TargetLoss) and objective.language:
         # long sequences may not fit into memory where matrices are whole
         batches.insert(0, first_positions(batch, objective.targets_of(batch).shape[1], _CHECKED_LENGTH))
-    check = TensorCheck(model, made.tensor.whole_weights, made.tensor.plan, made.tensor.group, world.axis, world.device)
+    check = TensorCheck(model, made.tensor.whole_weights, made.tensor.group, world.axis, world.device)
     with muted_logging():
         for forward in forwards:
             check.run(forward, batches)

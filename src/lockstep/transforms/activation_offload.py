@@ -9,7 +9,7 @@ The copies run on a stream of their own, to and from page-locked memory that is 
 computation waits for a copy unless it is behind. What several operations save is copied once, with its layout.
 
 With activation checkpointing, blocks' inputs are copied, and activations that are computed again stay on the device, as
-do weights, their views and casts, and small tensors.
+do weights, their views and casts, DTensors, and small tensors.
 """
 
 from __future__ import annotations
@@ -127,17 +127,9 @@ class ActivationsOnHost(saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> object:
         of_weight = _is_of_weight(tensor) or (tensor.grad_fn is None and tuple(tensor.shape) in self._shapes)
-        return _kept(tensor) if self.paused or of_weight else self._pack_activation(tensor)
-
-    def _pack_activation(self, tensor: Tensor) -> object:
         wrapper: Any = tensor
-        if is_traceable_wrapper_subclass(wrapper):
-            names, context = wrapper.__tensor_flatten__()
-            inner = {name: getattr(wrapper, name) for name in names}
-            parts = {
-                name: self._pack_activation(part) if isinstance(part, Tensor) else part for name, part in inner.items()
-            }  # torch 2.13 also names a DTensor's mesh
-            return _Wrapped(type(tensor), parts, context, tensor.size(), tensor.stride(), _spec_of(wrapper))
+        if self.paused or of_weight or is_traceable_wrapper_subclass(wrapper):
+            return _kept(tensor)
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         if tensor.layout is not torch.strided or not self._least_bytes <= size <= _LARGEST_SHARE * tensor.nbytes:
@@ -179,33 +171,7 @@ class _View(NamedTuple):
     offset: int
 
 
-class _Wrapped(NamedTuple):
-    """A tensor that consists of others, such as a DTensor."""
-
-    kind: type
-    parts: dict[str, object]
-    context: object
-    size: torch.Size
-    stride: tuple[int, ...]
-    spec: Any = None
-
-
-def _spec_of(wrapper: Any) -> Any:
-    """Return a DTensor's spec; None for others.
-
-    torch's own `__tensor_unflatten__` raises for a view that flattens a sharded sequence with its batch.
-    """
-    from torch.distributed.tensor import DTensor
-
-    return wrapper._spec if isinstance(wrapper, DTensor) else None
-
-
 def _unpack(kept: Any) -> Tensor:
-    if isinstance(kept, _Wrapped):
-        parts = {name: _unpack(part) for name, part in kept.parts.items()}
-        if kept.spec is not None:
-            return cast("Tensor", cast("Any", kept.kind)(parts["_local_tensor"], kept.spec, requires_grad=False))
-        return cast("Tensor", cast("Any", kept.kind).__tensor_unflatten__(parts, kept.context, kept.size, kept.stride))
     if not isinstance(kept, _View):
         return cast("Tensor", kept)
     return kept.offloaded.use().view(kept.dtype).as_strided(kept.size, kept.stride, kept.offset)
@@ -234,7 +200,8 @@ class _Offloaded:
             if (earlier := reference()) is not None and earlier.uses:
                 earlier._fetch()
         assert self._arriving is not None
-        memory = self._copies.arrived(self._arriving)
+        self._arriving.wait()
+        memory = self._arriving.memory
         self.uses -= 1
         if self.uses <= 0:
             self._arriving = None
@@ -310,10 +277,6 @@ class Copies:
             memory.copy_(buffer, non_blocking=True)
             event = self._stream.record_event()
         return Arriving(memory, lambda: event.wait(self._module.current_stream(self._device)))
-
-    def arrived(self, arriving: Arriving) -> Tensor:
-        arriving.wait()
-        return arriving.memory
 
     def give_back(self, buffer: Tensor) -> None:
         """Use the buffer for other copies from now on."""
