@@ -1,13 +1,11 @@
-"""The parameters that a forward under autocast uses in autocast's precision alone.
+"""The parameters that a forward under autocast only uses in autocast's precision, so that they may be gathered in it.
 
-    linear.weight       cast to bf16 -> product                              may be gathered in bf16: bitwise identical
-    norm.weight         used in fp32                                         stays fp32
+    linear.weight       cast to bf16 -> product                              gathered in bf16: bitwise identical
     embedding.weight    used in fp32: it sets the residual stream's dtype    stays fp32
     tied weight         used in fp32, and cast for the head                  stays fp32
 
-Found in a forward on fake tensors, which computes nothing and takes 0.4 s for 32 blocks. Where that fails (a model that
-reads values, such as a router's choice of experts) or doesn't reach a parameter, the class of its module decides.
-Experts of the transformers library stay fp32: autocast doesn't know their grouped product, which computes in fp32.
+A forward on fake tensors shows it. Where that fails (a model that reads values), the class of the module decides.
+Experts of the transformers library stay fp32: autocast doesn't know their grouped product.
 """
 
 from __future__ import annotations
@@ -57,7 +55,6 @@ def cast_weights(
         model: Whole, perhaps without values; it isn't changed.
         inputs: Inputs of a few samples, on the CPU.
         device: The device of the run, which decides what autocast does.
-        muted: Makes a context in which what user code logs is dropped.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     watch = _Watch(dtype)

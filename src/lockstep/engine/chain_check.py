@@ -40,7 +40,6 @@ class ChainCheck:
     """Checks in a dry run that blocks form a chain.
 
     Args:
-        names: All blocks.
         firsts: The first block of each stage, from the second stage on.
         forms: The form of what each block returns; see `in_form`.
         zeros: What each block returns, as an activation at a stage boundary.

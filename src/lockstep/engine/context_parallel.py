@@ -1,9 +1,5 @@
 """Micro-batches whose sequences are divided over ranks: each computes its own positions, and its part of the loss.
 
-    the same micro-batch on all ranks  -->  own positions of inputs and targets  -->  forward, ring attention  --+
-                                                                                                                 |
-    gradient of this rank's part of the loss, added to the others' as any data rank's  <--  sum of own losses  <-+
-
 Targets are aligned with their logits before sequences are divided: the target of a rank's last position is the first
 token of its neighbor.
 """
@@ -49,13 +45,11 @@ class SequenceDivider:
 
     Args:
         model: The module without wrappers.
-        attention: The model's attention.
-        ring: The ranks that have the same samples.
         targets_of: Returns the target of each position that has logits; -100 for none.
 
     Attributes:
-        rule: The positions at which the model sees the tokens of a padded sequence; None: they aren't known for padding
-            before tokens, and batches with such padding are refused.
+        rule: The positions at which the model sees the tokens of a padded sequence; None: batches with padding before
+            tokens are refused, because they aren't known.
     """
 
     def __init__(
@@ -195,13 +189,7 @@ def _first_different(
 
 
 def _without_padding(outputs: Tensor, dim: int, division: SequencePartition, real: Tensor) -> Tensor:
-    """Return outputs with 0 at padding, where those of attention mean nothing and differ.
-
-    Outputs without a dim of samples, such as those of positions alone, are returned unchanged.
-
-    Args:
-        dim: The dim of the positions; that of the samples is the first other one of their number.
-    """
+    """Return outputs with 0 at padding, where attention's mean nothing; `dim` has the positions."""
     own = positions_of(division.ring.rank, division.ring.size, division.length)
     real = real[:, own.to(outputs.device)]
     samples = next((item for item in range(outputs.dim()) if item != dim and outputs.shape[item] == len(real)), None)

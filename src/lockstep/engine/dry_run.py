@@ -1,7 +1,6 @@
-"""Dry runs: forwards that check a model before it is trained, and have no effect.
+"""Dry runs: forwards that check a model before it is trained, and change nothing, neither modules nor generators.
 
-modes, buffers, attributes, submodules, generators     restored, whatever the forward does to them
-dropout                                                left out: random differences mean nothing
+Dropout is left out: random differences mean nothing.
 """
 
 from __future__ import annotations
@@ -85,10 +84,7 @@ def _put_back(value: Any, before: Any) -> None:
 
 @contextmanager
 def _no_dropout() -> Iterator[None]:
-    """Replace torch's functions while the block runs.
-
-    Process-wide: a `TorchFunctionMode` isn't active while `torch.autograd.grad` computes blocks again (torch 2.13).
-    """
+    """Replace torch's functions; a `TorchFunctionMode` isn't active while blocks are computed again (torch 2.13)."""
     usual = {name: getattr(F, name) for name in _DROPS}
     for name in _DROPS:
         setattr(F, name, _unchanged_input)

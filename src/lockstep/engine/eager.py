@@ -3,8 +3,7 @@
     for each micro-batch:   key draws -> forward (autocast) -> loss sum (fp32) -> backward, seeded with
                                                                                          loss scale / global count
 
-The gradient of an update is that of (sum of losses / global count of valid targets), however it was split. Evaluation
-adds losses, counts and metrics in fp64. Batches of padding samples, which give all ranks the same number of batches,
+Evaluation adds losses, counts and metrics in fp64. Padding samples, which give all ranks the same number of batches,
 add zeros.
 """
 
@@ -48,11 +47,9 @@ class EagerEngine:
 
     Args:
         model: The module without wrappers, which an evaluation's forward calls.
-        autocast: Makes the context of a forward.
         key_draws: Called before each forward.
         muted: Makes a context in which what user code logs is dropped, such as for padding samples.
         prepare: Returns the micro-batch to compute, of a micro-batch; None: the same.
-        clock: Measures the passes.
     """
 
     def __init__(
@@ -149,10 +146,7 @@ class EagerEngine:
 
 
 def call(module: nn.Module, inputs: Inputs, *, hooks: bool = True) -> object:
-    """Return the module's output: a mapping's values are passed by name, a tuple's by position.
-
-    Args:
-        hooks: Whether the module's hooks run.
+    """Return the module's output for inputs by name or position; `hooks`: run the module's hooks.
 
     Raises:
         ConfigError: The forward doesn't take these inputs.

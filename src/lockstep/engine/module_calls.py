@@ -1,7 +1,4 @@
-"""Errors for a model that uses weights where they are not whole, or calls `block.forward(x)`, which runs no hooks.
-
-Hooks gather the weights under fsdp and ZeRO 3, and a pipeline's stages replace the call.
-"""
+"""Errors for a model that uses weights where they are not whole, or calls `block.forward(x)`, which runs no hooks."""
 
 from __future__ import annotations
 
@@ -19,12 +16,7 @@ _OF_ZERO3 = re.compile(r"'ds_|_in_forward|PostBackwardFunction|\[0\]|\(0\)|mat2 
 
 
 def forward_called(name: str, key: str, remedy: str = "") -> ConfigError:
-    """Return the error for a module whose forward is called by itself.
-
-    Args:
-        key: Of the config, that needs the hooks.
-        remedy: What else would do.
-    """
+    """Return the error for a module whose forward is called by itself, without the hooks that `key` needs."""
     why = f"the model calls {name}.forward by itself, so that hooks don't run; call the module, {name}(...){remedy}"
     return ConfigError(Problem("", key, why))
 

@@ -1,7 +1,5 @@
 """The partition of a model into the stages of a pipeline.
 
-embedding    blocks.0  blocks.1  blocks.2  blocks.3    norm  head
-`- before                                               after -'
 rank 0   keeps  embedding, blocks.0, blocks.1           the rest has no weights there
 rank 1   keeps  blocks.2, blocks.3, norm, head          under the same names as in the whole model
 """

@@ -1,9 +1,7 @@
 """Forward and backward through the stages of a pipeline: the micro-batches are the accumulation.
 
-    rank 0   F0 F1 F2    B0 F3 B1    B2    B3        1f1b, two stages: a stage computes on one micro-batch while the
-    rank 1      F0 B0 F1 B1    F2 B2 F3 B3           next one computes on the one before
-
-Every rank of a pipeline has the micro-batches; stages send each other the outputs of blocks, and gradients back.
+rank 0   F0 F1 F2    B0 F3 B1    B2    B3        1f1b, two stages
+rank 1      F0 B0 F1 B1    F2 B2 F3 B3
 """
 
 from __future__ import annotations

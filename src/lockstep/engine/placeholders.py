@@ -1,12 +1,10 @@
 """Modules around the blocks of a model, and placeholders for those of other ranks.
 
     embedding        before    the first stage's; also the last one's, if tied to a weight after the blocks
-    blocks.0 ...
     norm, head       after     the last stage's
 
-The side of a module follows from where it is used or, if that isn't known, from where it is defined. That it is used
-there alone is checked in the forward: results computed from weights of another stage are `RemoteStagePlaceholder`s, and
-a stage that would use one raises.
+The side of a module follows from where it is used or, if that isn't known, defined. Results computed from weights of
+another stage are `RemoteStagePlaceholder`s, and a stage that would use one raises.
 """
 
 from __future__ import annotations

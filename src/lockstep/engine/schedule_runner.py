@@ -1,7 +1,6 @@
-"""torch's pipeline stages and schedules, with micro-batches of unequal shapes. All uses of private names are here.
+"""torch's pipeline stages and schedules, for micro-batches of unequal shapes: uses private names of torch.
 
-torch's stage keeps the shape of its first micro-batch. This one gets, before each update, the activation specs of each
-micro-batch, so that ragged text needs no padding beyond that of its own micro-batch.
+torch's stage keeps the shape of its first micro-batch; this one gets each micro-batch's before an update.
 """
 
 from __future__ import annotations
@@ -52,9 +51,6 @@ class StageOfSchedule(PipelineStage):
     Args:
         specs: The activation specs of a first micro-batch, by stage.
         sync_context: Makes the context of a backward.
-
-    Raises:
-        ConfigError: This torch is too old.
     """
 
     def __init__(
@@ -144,13 +140,9 @@ class ScheduleRunner:
         connect(self._given[0], self._numbers[0])  # as in torch's first step; afterwards specs can be set
 
     def run(self, specs: Sequence[Sequence[ActivationSpec]]) -> None:
-        """Make one update: all forwards and backwards of this rank's stages.
+        """Make one update, with these activation specs by micro-batch and stage.
 
-        Args:
-            specs: The activation specs, by micro-batch and stage.
-
-        Raises:
-            Exception: A stage failed: what it raised, without torch's wrapper, whose message doesn't name it.
+        What a stage raises is raised without torch's wrapper, whose message doesn't name it.
         """
         for stage in self._stages:
             stage.expect(specs)

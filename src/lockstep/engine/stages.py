@@ -1,12 +1,9 @@
 """The stages of a model that this rank runs, by the model's own forward.
 
-A stage runs the forward on the micro-batch, which every rank has: the code before its first block makes masks and
-positions; blocks of other stages return their input; its first block takes the activation that the stage before has
-sent; and after its last block the forward is abandoned. So any model works whose blocks form a chain.
-
-That they form a chain is checked before training, alike on every rank, in a dry run that computes nothing: each block
-is called once, in order; a stage's first block takes the very tensor that the block before has returned, and no other
-tensor that is computed with weights of other stages.
+The code before a stage's first block makes masks and positions; blocks of other stages return their input; the first
+block takes the received activation; and after the last block the forward is abandoned. A dry run checks before
+training, alike on every rank, that blocks form a chain: each is called once, in order, with the output of the one
+before.
 """
 
 from __future__ import annotations
@@ -100,7 +97,6 @@ class PartitionedModel:
     Args:
         model: Partitioned in place, before it is moved to `device` or sharded.
         inputs: Inputs of a few samples, on the CPU: they show on which side of the blocks other modules are used.
-        muted: Makes a context in which what user code logs is dropped.
 
     Attributes:
         blocks: Names of the blocks that are kept.
@@ -108,9 +104,6 @@ class PartitionedModel:
         count: Number of stages of the whole model.
         owners: The rank of each stage, by its coordinate on the pipeline.
         shared: Names of the tied parameters that the first and the last stage both hold.
-
-    Raises:
-        ConfigError: The model can't be partitioned so.
     """
 
     def __init__(
@@ -185,16 +178,10 @@ class PartitionedModel:
         return (item for item in self.model.parameters() if in_blocks.get(id(item), outside) == stage)
 
     def run(self, stage: int, activation: Tensor | None, inputs: Inputs) -> Any:
-        """Run a stage's part of a forward on a micro-batch.
-
-        Args:
-            activation: The activation that the stage before has sent; None for the first.
+        """Run a stage's part of a forward on a micro-batch, from the activation that the stage before has sent.
 
         Returns:
             The activation for the next stage; of the last, the model's output.
-
-        Raises:
-            ConfigError: The model's blocks are no chain, and can't be separated here.
         """
         span, last = self._spans[stage], len(self._modules) - 1
         passed: PassedThrough | None = None

@@ -1,8 +1,5 @@
 """A check that a tensor-parallel model computes the same as with whole weights, on a few samples, before training.
 
-    the same samples --> whole weights --> outputs of modules, gradients --.
-                    \\-> sharded       --> outputs of modules, gradients --+--> the first that differ are named
-
 Only a forward shows whether a plan's styles fit: a Linear that holds queries, keys and values in one can be sharded,
 but not into whole heads.
 """
@@ -69,8 +66,7 @@ class TensorCheck:
     """A check of a tensor plan.
 
     Attributes:
-        model: The tensor-parallel model.
-        whole_weights: Makes a context in which it computes with whole weights.
+        whole_weights: Makes a context in which the model computes with whole weights.
         group: The ranks over which the matrices are sharded.
         world: All ranks, which share their results.
     """
@@ -82,12 +78,10 @@ class TensorCheck:
     device: torch.device
 
     def run(self, forward: Callable[[Batch], object], batches: Sequence[Batch]) -> None:
-        """Compare the forward with the same on whole weights. All ranks together.
-
-        No objective is called, since it may count its calls.
+        """Compare the forward with the same on whole weights, without an objective. All ranks together.
 
         Args:
-            batches: Batches of few samples, the same on all ranks; the first that the whole model takes is used.
+            batches: The same on all ranks; the first that the whole model takes is used.
 
         Raises:
             ConfigError: The model's forward computes something else under the plan.

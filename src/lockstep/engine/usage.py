@@ -1,10 +1,6 @@
 """The side of a model's blocks on which its other weights are used, whatever the order of definition.
 
-    defined    embedding, norm, blocks.0, blocks.1, head
-    used       embedding | blocks.0, blocks.1 | norm, head
-
-Found in a forward with stand-ins for all weights, which computes as little as it can: one block of each kind, with its
-own arguments, replaces the blocks of its kind.
+Found in a forward with stand-ins for all weights, in which one block of each kind replaces the others of its kind.
 """
 
 from __future__ import annotations

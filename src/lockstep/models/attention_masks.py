@@ -3,8 +3,7 @@
     batch on the CPU: are all tokens real?   yes --> no mask: attention runs with `is_causal`, on its fastest kernel
                                              no  --> the mask stays, and the library expands it to [B, 1, T, T]
 
-The library (5.x) decides that on the device in each forward, and the host waits for the answer: `padding_mask.all()`
-with a mask, a search for packed sequences in the positions without one. Results are bitwise identical.
+The library (5.x) decides that on the device in each forward. Results are bitwise identical.
 """
 
 from __future__ import annotations

@@ -1,12 +1,4 @@
-"""The repeated layers of any module, at which it can be partitioned, sharded or recomputed.
-
-Transformer
-├── embedding
-├── blocks          <- a list of modules of one class, outermost: blocks.0, blocks.1, ...
-│   ├── 0           <- (lists inside of them, such as experts, are ignored)
-│   └── 1
-└── head
-"""
+"""The repeated layers of any module, at which it can be partitioned, sharded or recomputed."""
 
 from __future__ import annotations
 

@@ -39,7 +39,6 @@ def build_model(section: Model, facts: DataFacts, seed: int, *, trust_remote_cod
 
     Args:
         facts: Properties of the training data, such as vocabulary and classes that the section doesn't set.
-        trust_remote_code: Run the Python files of pretrained weights.
 
     Raises:
         ConfigError: The section and the data contradict each other, or something it names is missing.
@@ -60,14 +59,7 @@ def build_model(section: Model, facts: DataFacts, seed: int, *, trust_remote_cod
 def build_meta_model(
     section: Model, facts: DataFacts, seed: int, *, trust_remote_code: bool = False
 ) -> MetaModel | None:
-    """Return the same model as `build_model`, without values yet.
-
-    Returns:
-        None for a user's model, whose constructor makes all values at once.
-
-    Raises:
-        ConfigError: As for `build_model`.
-    """
+    """Return the same model without values; None for a user's, whose constructor makes all values at once."""
     if isinstance(section, GivenModel | CustomModel):
         return None
     with generators_keyed(seed, "construction"):
@@ -83,13 +75,7 @@ def build_meta_model(
 
 
 def sketch_model(section: Model, facts: DataFacts, *, trust_remote_code: bool = False) -> nn.Module:
-    """Return the same module as `build_model` on the meta device, without memory or values.
-
-    A user's module whose constructor reads values is built on the CPU.
-
-    Raises:
-        ConfigError: As for `build_model`.
-    """
+    """Return the same module on the meta device, or on the CPU if a user's constructor reads values."""
     if isinstance(section, GivenModel):
         raise _no_module()
     with generators_keyed(0, "sketch"):

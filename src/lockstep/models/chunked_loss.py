@@ -3,9 +3,9 @@
     hidden [N, W]   -->  chunk [n, W]  -->  logits [n, V]  -->  log-sum-exp [n], loss      forward keeps hidden, lse
                          chunk again   -->  logits again   -->  softmax - target --> gradients of chunk and weight
 
-The loss is computed in the head's forward instead of the logits: there FSDP and ZeRO have gathered its weight, and they
-do so again for the backward. The objective gives the targets to the head before the forward; the model returns the loss
-instead of logits, and the objective checks that the model hasn't changed it.
+The loss is computed in the head's forward, where FSDP and ZeRO have gathered its weight. The objective gives the
+targets to the head before the forward; the model returns the loss instead of logits, and the objective checks that the
+model hasn't changed it.
 """
 
 from __future__ import annotations
@@ -129,13 +129,7 @@ def _cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
 
 
 class ChunkedHeadLoss:
-    """A cross-entropy objective whose loss the model's head computes.
-
-    Args:
-        objective: The objective with the same sums.
-        head: The model's last linear layer, whose forward is replaced.
-        chunk: Number of positions at a time.
-    """
+    """A cross-entropy objective whose loss is computed by the model's head, whose forward is replaced."""
 
     def __init__(self, objective: TargetLoss, head: nn.Linear, chunk: int) -> None:
         self._objective = objective

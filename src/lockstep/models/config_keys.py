@@ -5,7 +5,7 @@
     no longer read   task_specific_params, n_ctx              accepted if the model is the same without them
     any other        hiden_size                               refused: the library would ignore it
 
-Older keys are recognized by their effect, since no list of them would be complete.
+Older keys are recognized by their effect.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Generate text with a language model, until its end token.
 
-a transformers model     by the library, with its cache of keys and values
-any other, or a part     prompt -> model -> logits of the last position -> temperature, top k -> draw -> append -> ...
-                         the last `context` tokens are computed again for each token
+The transformers library does it for its models; others run forwards of the last `context` tokens.
 """
 
 from __future__ import annotations
@@ -38,12 +36,9 @@ def generate(
 
     Args:
         model: Maps tokens (or input_ids) [1, T] to logits [1, T, V]. It runs in evaluation mode.
-        prompt_ids: One id or more.
         temperature: 0 always selects the most likely token.
         top_k: Draw only from the k most likely tokens; None: from all.
-        seed: Of the draws.
-        context: The most tokens that the model gets, such as the length it was trained on. The library's generation
-            has the model's own limit.
+        context: The most tokens that the model gets. The library's generation has the model's own limit.
         end: The token that ends a text; None: there is none.
         is_whole: Whether this rank has the whole model and its weights.
 

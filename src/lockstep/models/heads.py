@@ -7,8 +7,7 @@ class of the model              kind                    labels of `model(**batch
 ...ForSequenceClassification    classification          classes, numbers, or several classes a sample
 ...ForTokenClassification       token-classification    a class for each position
 ...ForQuestionAnswering         question-answering      start_positions and end_positions, among the inputs
-...ForCTC                       model                   passed to the model, which computes the loss
-any other                       model                   the same
+any other                       model                   passed to the model, which computes the loss
 """
 
 from __future__ import annotations
@@ -111,11 +110,7 @@ def _without_adapters(module: Any) -> Any:
 
 
 def preparation(head: Head, *, with_labels: bool) -> Prepare | None:
-    """Return the function that adds labels, or the decoder's inputs, to a batch; None if the forward needs neither.
-
-    Args:
-        with_labels: The forward has to compute the loss.
-    """
+    """Return what adds labels (for the forward's loss) or the decoder's inputs to a batch; None: neither is needed."""
     if with_labels:
         return _with_labels
     if head.labels != "seq2seq":

@@ -1,25 +1,10 @@
-"""Models of the transformers library.
+"""Models of the transformers library, in fp32 and without a cache of keys and values.
 
     architecture   keys of a config            random weights, keyed by the names of the modules
     pretrained     a folder, or a cached name  its weights; missing ones (a new head, new tokens) as above
 
-    task                      inputs                                 outputs.logits
-    causal-lm                 input_ids, attention_mask              [B, T, V]
-    masked-lm                 input_ids, attention_mask              [B, T, V]
-    sequence-classification   input_ids, attention_mask              [B, C]
-    seq2seq                   the same; those of the decoder are     [B, length of the target, V]
-                              derived from the labels
-    token-classification      input_ids, attention_mask              [B, T, C]
-    multiple-choice           the same, for each choice              [B, choices]
-    question-answering        the same, and start_positions,         start_logits, end_logits [B, T]
-                              end_positions
-    image-classification      pixel_values                           [B, C]
-    audio-classification      input_values or input_features         [B, C]
-    speech-seq2seq            the same                               [B, length of the target, V]
-    ctc                       the same, and labels                   loss
-
-Models are in fp32 and keep no cache of keys and values. Without a network, a hub name is looked up in the local cache,
-which `lockstep data fetch` fills. `heads` describes how the head of a model uses labels.
+Without a network, a hub name is looked up in the local cache, which `lockstep data fetch` fills. `heads` describes how
+the head of a model uses labels.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Initial values keyed by name: the same under every strategy, on every device, in any order of construction.
 
-    Lockstep's models   each parameter       = rule(key(seed, "parameter", its name), its shape)
-    transformers        each module's reset  = its own code, run under key(seed, "module", its name)
-    custom              the constructor      = the user's code, run under key(seed, "construction")
-
-The values of a custom module's constructor are never overwritten, since it may have loaded weights or zeroed a head.
-The generators of the process aren't advanced.
+Lockstep's models   each parameter       = rule(key(seed, "parameter", its name), its shape)
+transformers        each module's reset  = its own code, run under key(seed, "module", its name)
+custom              the constructor      = the user's code, run under key(seed, "construction"); never overwritten
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Meta-device models: parameters have no memory until they are sharded; values are then set block by block.
 
     construct                shard              allocate     draw, unless other values follow
-    parameters: meta   -->   over ranks   -->   memory  -->  each rank keeps what it holds
+    parameters: meta   -->   over ranks   -->   memory  -->  each rank makes whole values, and keeps what it holds
     buffers: real
 
-The values are bitwise those of `build_model`. Each rank makes whole values and keeps its part: to skip the draws before
-it would take as long as to make them.
+The values are bitwise those of `build_model`.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class MetaModel:
     """A model whose parameters are on the meta device.
 
     Attributes:
-        values: Yields the values of the named parameters, and of the named buffers that are in pretrained weights, one
-            block of the model after the other. A value is valid until the next one is yielded.
+        values: Yields the values of the named parameters, and of the named buffers in pretrained weights, block after
+            block. A value is valid until the next one is yielded.
     """
 
     model: nn.Module
@@ -104,12 +103,10 @@ def reset_by_block(
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Yield the values that `initialization.reset_modules` would give the wanted parameters, under their first names.
 
-    The value of a parameter that no reset sets, since its constructor does, is None.
+    The value is None for a parameter that no reset sets. The module stays on the meta device.
 
     Args:
-        module: Its parameters are on the meta device, also afterwards.
-        blocks: Names of submodules whose parameters are set one block after the other; the other modules follow. No
-            reset may change parameters of another block: see `resets_stay_in_blocks`.
+        blocks: Submodules that are reset one after the other, before the other modules: see `resets_stay_in_blocks`.
     """
     parameters = dict(module.named_parameters())
     modules = dict(module.named_modules(remove_duplicate=False))

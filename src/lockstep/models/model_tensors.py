@@ -1,9 +1,4 @@
-"""The list of a model's tensors, taken before any strategy shards it, to check saved and published weights.
-
-model --> ModelTensors: shapes by name, tied names
-              |
-gathered weights, a checkpoint's names, a published file's header --> missing or reshaped tensors are named
-"""
+"""The list of a model's tensors, taken before it is sharded, to check saved and published weights."""
 
 from __future__ import annotations
 

@@ -2,15 +2,13 @@
 
     kind                   targets                      outputs             metrics
     next-token             the next token               logits [B, T, V]    loss, perplexity, accuracy, bits_per_byte
-    masked-lm              the hidden tokens            logits [B, T, V]    loss, perplexity, accuracy
-    seq2seq                the target text              logits [B, T, V]    loss, perplexity, accuracy
+    masked-lm, seq2seq     tokens                       logits [B, T, V]    loss, perplexity, accuracy
     classification         one per sample               logits [B, C]       loss, accuracy
     token-classification   one per position             logits [B, T, C]    loss, accuracy
     question-answering     start and end of answers     two of [B, T]       loss, accuracy
     model                  labels of the forward        loss                loss
 
-The last three are for models of the transformers library, whose heads (`heads`) define their labels. Targets of -100
-are ignored. Losses are computed in fp32 for outputs of any precision.
+Targets of -100 are ignored. Losses are computed in fp32 for outputs of any precision.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The losses of torch as objectives: sums over targets, and the counts that torch divides them by.
 
-    loss(outputs, targets), reduction "mean"   =   sum over the update / count over the update, for any split of it
-
     CrossEntropyLoss, NLLLoss       valid targets; with class weights, the sum of their weights
     element-wise losses             elements: MSELoss, L1Loss, BCEWithLogitsLoss, KLDivLoss, ...
     losses of several outputs       samples: MultiMarginLoss, MultiLabelMarginLoss, MultiLabelSoftMarginLoss

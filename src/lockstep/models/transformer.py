@@ -6,11 +6,8 @@
              x + mlp(norm(x))              grouped queries (Ainslie et al. 2023, arXiv:2305.13245);
                                            SwiGLU (Shazeer 2020, arXiv:2002.05202); RMS norm
 
-Shapes: B samples, T tokens, W width, H heads, K key-value heads, D width of a head, M width of the mlp, V vocabulary.
-
-Every projection is a separate Linear (query, key, value, gate, up), so that tensor parallelism shards by whole heads
-and an optimizer of matrices gets matrices. One fused projection wasn't faster (230 and 233 ms a step at W 128, 4
-layers, B 16, T 256, bf16, one core).
+Every projection is a separate Linear, so that tensor parallelism shards by whole heads and an optimizer of matrices
+gets matrices; one fused projection wasn't faster.
 """
 
 from __future__ import annotations

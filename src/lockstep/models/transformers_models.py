@@ -1,8 +1,5 @@
 """Models of the transformers library: tensor names in its files, where they differ from those of the modules.
 
-    model.layers.0.block_sparse_moe.experts.0.w1.weight  --.
-    model.layers.0.block_sparse_moe.experts.1.w1.weight  --+-->  model.layers.0.mlp.experts.gate_up_proj
-
 The library renames, joins and splits tensors when it loads, and the reverse when it saves; its own loader is used.
 """
 

@@ -2,13 +2,11 @@
 
     folder     model.safetensors | model.safetensors.index.json      of transformers, or RUN/model
                pytorch_model.bin | pytorch_model.bin.index.json
-    RUN        its folder `model`
     file       .safetensors | .pt .pth .bin .ckpt                    written by torch.save
 
     {"epoch": 3, "state_dict": {"module.head.weight": tensor}}  -->  {"head.weight": tensor}, epoch skipped
 
-If possible, tensors are memory-mapped, so that a rank copies only what it needs. A file in a list of hashes, such as
-those that Lockstep publishes, is first read completely to verify its hash.
+If possible, tensors are memory-mapped. A file in a list of hashes is first read completely to verify its hash.
 """
 
 from __future__ import annotations

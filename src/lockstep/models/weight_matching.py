@@ -5,8 +5,7 @@
     body.0.weight                             <----  module.body.0.weight                   without wrappers
     body.0.bias                               <----  model.body.0.bias                      with one prefix for all
 
-Wrappers are DistributedDataParallel and torch.compile. If names don't match those of a transformers model, the library
-translates them (`transformers_models`).
+If names don't match those of a transformers model, the library translates them (`transformers_models`).
 """
 
 from __future__ import annotations

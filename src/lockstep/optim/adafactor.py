@@ -3,12 +3,11 @@
     row, column     means of g^2 over the other dim, moving        variance = row x column / mean(row)
     u = g / sqrt(variance)        p <- p - rate (max(eps, rms(p)) u / max(1, rms(u) / d) + weight_decay p)
 
-Shazeer & Stern 2018, arXiv:1804.04235, algorithm 4, with the variations of `torch.optim.Adafactor`, whose `step` makes
-the host read three numbers of each parameter. Here counts and factors stay on the device, and the gradient's memory
-holds what is computed in between.
+Shazeer & Stern 2018, arXiv:1804.04235, algorithm 4, with the variations of `torch.optim.Adafactor`, without its waits
+for the device. The gradient's memory holds what is computed in between.
 
-A rank that has rows of each parameter has their part of `row` and all of `column`. It lacks four sums over rows, which
-ranks add in two calls, for all parameters at once: of g^2 in each column, of `row` and of p^2; and then of u^2.
+A rank that has rows of each parameter lacks four sums over rows, which ranks add in two calls, for all parameters at
+once: of g^2 in each column, of `row` and of p^2; and then of u^2.
 """
 
 from __future__ import annotations

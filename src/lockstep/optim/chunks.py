@@ -1,8 +1,4 @@
-"""Parameters with what belongs to them, in chunks: what an update computes in between is held of one chunk at a time.
-
-parameters   [embedding 200 MiB      ] [w1 20 MiB] [w2 20 MiB] [b]
-chunks        [64 MiB][64][64][8]       [w1, w2, b]
-"""
+"""Parameters with what belongs to them, in chunks: what an update computes is held of one chunk at a time."""
 
 from __future__ import annotations
 

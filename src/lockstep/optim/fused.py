@@ -1,16 +1,10 @@
 """Adam, AdamW and SGD as one kernel call per group of parameters, on lists that are made once.
 
-    gradients --+--> kernel(parameters, gradients, moments, steps, lr, grad_scale, found_inf) --> cleared
-                |            |                                         |           |
-                |            made once                                 divisor     not keep (on a GPU)
-                +--> some are missing: the same call without the parameters that have none
+The kernel divides by the divisor while it reads the gradients, so unscaling and clipping cost no pass. A discarded
+update makes no call on the CPU; on a GPU, where the host doesn't know yet, the kernel changes nothing.
 
-The kernel divides by the divisor while it reads the gradients, so unscaling and clipping cost no pass. An update that
-is discarded makes no call on the CPU; on a GPU, where the host doesn't know yet, the kernel changes nothing.
-
-A torch optimizer holds groups and state, under torch's own names (`exp_avg`, `exp_avg_sq`, `step`,
-`momentum_buffer`), so code that reads a `torch.optim.AdamW` reads these. State is made at the start, not at the first
-update, so that a first update can be discarded too: torch's fused SGD would leave a moment of uninitialized memory.
+Groups and state are a torch optimizer's, under torch's names. State is made at the start, so that a first update can be
+discarded: torch's fused SGD would leave a moment of uninitialized memory.
 """
 
 from __future__ import annotations

@@ -1,17 +1,8 @@
 """The rules of the config as torch's parameter groups.
 
-name, parameter  -->  plan.grouping (by name and shape)  -->  [{"params", "names", "lr", "lr_scale",
-                                                                "weight_decay"}, ...]
-
-A user's optimizer may also set a learning rate and weight decay:
-
-    optim.lr set       optimizer's lr set       peak of the schedule
-    yes                no, or the same          optim.lr
-    no                 yes or no                the optimizer's: its argument, or its class's default
-    yes                yes, another             refused
-
-A group whose `lr` the user set keeps its ratio to the others. The same holds for weight decay, except that the
-default of an optimizer's class is ignored: groups have the weight decay of `optim`.
+A user's optimizer may also set a learning rate: its argument, or its class's default, is the peak if `optim.lr` isn't
+set; two different values are refused. A group whose `lr` the user set keeps its ratio to the others. The same holds for
+weight decay, except that the default of an optimizer's class is ignored.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Optimizer state under the names of the model's parameters, instead of torch's parameter numbers.
 
-    torch:   state[parameter]["exp_avg"]     <-->     {"parameters": {"layers.0.weight": {"exp_avg": ...}},
-                                                       "groups": [{...}, ...]}
-
 It can be loaded with any other split of the parameters into groups. The `lr` and `weight_decay` of groups come from
-the config and aren't saved; `groups` is empty except for a user's optimizer that keeps state there.
+the config; `groups` is empty except for a user's optimizer that keeps state there.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """The norm of a gradient, exact enough that a sharded and an unsharded run clip alike.
 
-    few small tensors      one flat copy, one dot product                             (overhead decides)
-    large tensors          rows of 1,024, a norm each, then those norms' in fp64      (rounding decides)
-    small ones among them  a norm each
-
 On the CPU torch sums squares one after the other in fp32: of 20 million random elements 0.2 % get lost, of 200
-million a third. Rows keep the relative error below 1e-6 at the same speed; what is summed at once is small enough
-for 2e-5 at worst (all elements equal) and 1e-7 as a rule. NaN and infinity pass through.
+million a third. Norms of rows of 1,024, summed in fp64, keep the relative error below 1e-6 at the same speed.
 """
 
 from __future__ import annotations

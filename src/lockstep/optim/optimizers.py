@@ -1,11 +1,4 @@
-"""Build the optimizer that the config names, whose step can be discarded.
-
-adamw, adam, sgd    fused kernels                                fused.py
-lion                Lockstep's, on torch's foreach operations    Lion
-muon                the hidden matrices: muon.py, on the state of torch.optim.Muon; AdamW for the rest
-adafactor           adafactor.py, on the state of torch.optim.Adafactor
-a user's            any torch optimizer                          adapt_optimizer
-"""
+"""Builds the optimizer that the config names, or adapts a user's; its step can be discarded."""
 
 from __future__ import annotations
 

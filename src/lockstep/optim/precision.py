@@ -1,9 +1,4 @@
-"""The precision of a forward, and the loss scale that fp16 needs.
-
-auto --> bf16 where the processor has it, otherwise fp32
-fp16 --> loss x scale --> backward --> gradient / scale --> finite: the scale grows every `growth_interval` updates
-                                                        --> not finite: the update is discarded, the scale shrinks
-"""
+"""The precision of a forward, and the loss scale that fp16 needs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Torch optimizers whose step can be discarded: all tensors are bitwise as if it hadn't been made.
 
-gradients / divisor --> keep? --> step() --> cleared
-
 host knows (CPU)             the step isn't made
 only the device knows        kernels that take `found_inf` change nothing: no tensor is copied, and the host never waits
 a custom optimizer there     the host waits, and doesn't make the step

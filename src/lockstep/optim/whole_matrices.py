@@ -1,12 +1,8 @@
 """Matrices whose rows are sharded over ranks: each is gathered on one of them, computed there, and its rows sent back.
 
-    rank 0    rows 0-3 of A, B, C, D          A --> f(A) --.          rows 0-3 of f(A), f(B)        C --> f(C) ...
-    rank 1    rows 4-7 of A, B, C, D          B --> f(B) --'          rows 4-7 of f(A), f(B)        D --> f(D) ...
-                                       gathered              sent back                      gathered
-
-So the ranks share the arithmetic, as in the distributed Muon of its authors (Jordan et al. 2024; Liu et al. 2025,
-arXiv:2502.16982, section 2.3), and a rank holds few whole matrices at a time: those of one round, and of the next one,
-which are gathered meanwhile. Matrices of equal cost share a round, and small ones fill it up to `CHUNK_BYTES`.
+So the ranks share the arithmetic (Liu et al. 2025, arXiv:2502.16982, section 2.3), and a rank holds the whole matrices
+of one round, and of the next one, which are gathered meanwhile. Matrices of equal cost share a round, and small ones
+fill it up to `CHUNK_BYTES`.
 """
 
 from __future__ import annotations

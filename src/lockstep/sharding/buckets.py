@@ -1,8 +1,4 @@
-"""Sums of many gradients over ranks in few messages.
-
-gradients   a b c | d e | f      buckets of one dtype, up to 25 MiB each
-message     abc      de   f      one flat copy each; the next one is copied while the one before is sent
-"""
+"""Sums of many gradients over ranks, in buckets of one dtype: one is copied while the one before is sent."""
 
 from __future__ import annotations
 
@@ -21,11 +17,7 @@ _AT_ONCE = 2
 
 
 class BucketSums:
-    """Sums of buckets over an axis, of which two are on their way at a time: each takes memory for a copy of it.
-
-    Args:
-        device: The device of collectives; the host may have the gradients.
-    """
+    """Sums buckets over an axis, two at a time, since each needs a flat copy; `device` is that of collectives."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self._axis = axis

@@ -1,4 +1,4 @@
-"""Buffers that are state, such as running means: each rank's forwards change its own.
+"""Buffers that are state, such as running means.
 
 As under DistributedDataParallel, forwards start from the first rank's buffers, which are also evaluated and saved.
 """
@@ -29,7 +29,7 @@ _SMALL = 2**20  # bytes that are copied in 0.1 ms
 
 
 class SyncedBuffers:
-    """The saved buffers of a model, without tables that every rank computes alike.
+    """The saved buffers of a model.
 
     Args:
         group: The ranks that hold the same model; None: all.
@@ -121,7 +121,6 @@ def current_buffers(owners: Mapping[str, Mapping[str, Any]]) -> list[Any]:
 
 
 def _key(name: str) -> str:
-    """Return the name of a buffer in its module."""
     return name.rpartition(".")[2]
 
 
@@ -141,9 +140,9 @@ def is_expanded(tensor: Tensor) -> bool:
 
 
 class BufferSnapshot:
-    """Saved buffers as they were before an update, whose forwards may change them.
+    """Saved buffers as they were before an update.
 
-    The largest buffers are left out if all are too large to be copied in every update at no cost.
+    The largest are left out if copying all in every update costs time.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -197,12 +196,12 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def put_back(self, *, unless: bool | Tensor = False) -> None:
-        """Restore the model's buffers to the values of the last `take`, where forwards have replaced them, too.
+        """Restore the buffers of the last `take`, also those that forwards have replaced.
 
         Args:
-            unless: Leave them as they are if this is true. For a tensor on an accelerator the host doesn't wait, and a
-                buffer that has another shape or dtype than it had, has become None, or was replaced by a sharded
-                tensor stays as it is.
+            unless: Leave them as they are if this is true. If it is a tensor, the host doesn't wait, and a buffer that
+            is now
+                None, sharded, or of another shape or dtype stays as it is.
         """
         if isinstance(unless, Tensor):
             self._put_back_on_device(unless)
@@ -243,7 +242,6 @@ def _of(indices: Sequence[int], tensors: Sequence[Any]) -> list[Tensor]:
 
 
 def _parts(buffers: Sequence[Any]) -> list[Any]:
-    """Return what this rank holds of buffers, some of which may be None."""
     return [None if buffer is None else live_part(buffer) for buffer in buffers]
 
 

@@ -1,12 +1,8 @@
-"""The order in which a rank issues the collectives of a forward and backward, compared with other ranks' order.
+"""Compares the collectives of a forward and backward with other ranks', before they are issued.
 
-                        is compared with                             messages
-    first such pass     all other ranks at the same point            one of 8 bytes for each collective
-    later ones          this rank's first pass                       none
-    one that differs    others, over the store: all do the same      none that waits for a rank in a collective
-
-Each collective has a number, the same on all ranks. It is compared before it is issued: no rank waits in one that
-others never join, and none is mistaken for another of the same size.
+first such pass     with all other ranks at the same point    a message of 8 bytes for each collective
+later ones          with this rank's first pass               none
+one that differs    with others, over the store: all may change alike
 """
 
 from __future__ import annotations
@@ -29,10 +25,7 @@ _OTHERS_WAIT = timedelta(seconds=5)
 
 
 class NumberExchange:
-    """Exchanges one number between the ranks of a group.
-
-    Args:
-        group: None: all ranks.
+    """Exchanges one number between the ranks of a group; None: all ranks.
 
     Attributes:
         ranks: The global ranks of the group's members.
@@ -54,13 +47,11 @@ class NumberExchange:
 class CollectiveOrder:
     """Raises ConfigError on a collective that other ranks don't issue at the same point, before it is issued.
 
-    Args:
-        strategy: Separates the keys in the store from another strategy's.
-        describe: Returns what a rank did, of a number ("gathered blocks.1").
-        remedy: The remedy that the refusal names.
+    Each collective has a number, the same on all ranks.
 
-    Attributes:
-        in_pass: Whether a pass has begun and not ended.
+    Args:
+        strategy: Separates the keys in the store.
+        describe: Returns what a rank did ("gathered blocks.1").
     """
 
     def __init__(self, strategy: str, ranks: NumberExchange, describe: Callable[[int], str], remedy: str) -> None:

@@ -41,8 +41,7 @@ class OptimizerFactory(Protocol):
         """Return the optimizer of these parameters.
 
         Args:
-            shards: How ranks hold them, if these are this rank's rows; None: they are whole, or the optimizer treats
-                each element alone.
+            shards: How ranks hold them, if these are this rank's rows of matrices that the optimizer needs whole.
         """
 
     def elementwise(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Elementwise:
@@ -58,7 +57,6 @@ class ShardingContext:
             and is on `world.device`, unless `Builder.shards_in_build`.
         blocks: Names of the repeated layers that this rank holds.
         selective: Names of the modules that selective activation checkpointing computes again.
-        partition: Which rank holds which parts of the model.
         cast_weights: Names of the parameters that autocast casts wherever the model uses them.
         compute: The precision of autocast; None for fp32.
         has_values: Whether the parameters have values, which may differ between ranks until they are broadcast.

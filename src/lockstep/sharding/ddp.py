@@ -2,7 +2,6 @@
 
 rank 0   model, gradient ---.                      .--> optimizer     the same update everywhere
 rank 1   model, gradient ---+-- bucket by bucket --+--> optimizer
-                                mean over ranks
 """
 
 from __future__ import annotations
@@ -168,11 +167,9 @@ class DDPStep(GradientStep):
 class _InOrder(DistributedDataParallel):
     """DDP whose buckets are the same in every update: parameters in the reverse of their order in the model.
 
-        torch's    first update: one bucket       later ones: buckets in the order of the first backward
-        this one   buckets in a fixed order
-
-    An all-reduce adds the ranks' numbers in an order that depends on their place in the bucket. So with torch's, the
-    first update of a process that resumes would have other bits than in a run that was never stopped.
+    torch's first update has one bucket, and later ones the order of the first backward. An all-reduce adds the ranks'
+    numbers in an order that depends on their place in the bucket, so a resumed run's first update would have other
+    bits.
     """
 
     def _ddp_init_helper(
@@ -205,11 +202,7 @@ class _InOrder(DistributedDataParallel):
 class _InBuckets:
     """Accumulates the gradients of micro-batches in DDP's buckets.
 
-        first micro-batch   a parameter's gradient --> its view of a bucket; the original is freed
-        others              added there
-        last                reduced there
-
-    DDP alone moves gradients there in the last micro-batch, until which two copies of all exist.
+    DDP moves gradients there only in the last micro-batch, so that two copies of all would exist.
 
     Attributes:
         active: Whether the next backward is of a micro-batch before the last one.

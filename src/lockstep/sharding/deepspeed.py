@@ -1,17 +1,11 @@
 """DeepSpeed ZeRO: each rank updates a range of the flattened parameters; higher stages hold less of the rest.
 
-    parameters of a group    [ a a a a | b b b b b b | c c ]       one after the other, whatever their shapes
+    parameters of a group    [ a a a a | b b b b b b | c c ]
     rank 0 updates            a a a a   b b                        fp32 master values, moments (stage 1)
     rank 1 updates                          b b b b   c c          and gradients (stage 2), and parameters (stage 3)
 
-                 backward        vote                        update
-    gradients --> averaged  -->  norm of this rank's part --> divided, then engine.step(), or cleared
-
-Stage 3 shards every parameter by itself, so that each rank has a range of each. DeepSpeed reduces, holds and updates;
-the session scales the loss, clips, follows the schedule and skips updates, as under every strategy.
-
-All uses of DeepSpeed beyond its documented API are in this file and in those named `deepspeed_...` beside it;
-`tests/training/test_deepspeed.py` fails if one of these names is removed.
+DeepSpeed reduces, holds and updates; the session scales the loss, clips, follows the schedule and skips updates.
+DeepSpeed's private names are only in this file and in those named `deepspeed_...`.
 """
 
 from __future__ import annotations
@@ -142,9 +136,6 @@ def import_for(model: nn.Module, device: torch.device) -> Any:
 
 def _initialize(deepspeed: Any, model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:
     """Return DeepSpeed's engine around the model, which is sharded in place.
-
-    Args:
-        config: The `config` argument of `deepspeed.initialize`.
 
     Raises:
         ConfigError: DeepSpeed refuses the model or the config.
@@ -372,9 +363,6 @@ def partition(model: nn.Module, config: Mapping[str, Any], device: torch.device)
     """Partition all parameters, which are on the meta device; shards have no values yet.
 
     `zero.Init` gives values from torch's generators while modules are constructed; here they depend on names only.
-
-    Args:
-        config: The `config` argument of `deepspeed.initialize`.
     """
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
@@ -405,12 +393,7 @@ _COMM_DTYPE = "comm_dtype"  # deepspeed.runtime.torch_autocast.PARAM_COMM_DTYPE_
 
 
 def gather_in(dtype: torch.dtype, names: Collection[str], model: nn.Module, zero: Any) -> None:
-    """Let DeepSpeed's stage 3 gather these weights in `dtype`.
-
-    Args:
-        names: Parameters that autocast casts to it wherever they are used.
-        zero: DeepSpeed's optimizer around the model.
-    """
+    """Let DeepSpeed's stage 3, whose optimizer is `zero`, gather the weights of these names in `dtype`."""
     if zero.partition_count == 1:
         return  # nothing is gathered
     _keep_dtype_of_gathered()

@@ -1,8 +1,5 @@
 """DeepSpeed's accelerator is the run's device.
 
-    cpu, cuda, xpu, npu, ...     DeepSpeed's own class, by name
-    another device of torch's    `TorchAccelerator`, which asks torch's module of the device
-
 DeepSpeed takes the first GPU that it finds, also for a run on the CPU, and keeps its choice for the whole process.
 """
 

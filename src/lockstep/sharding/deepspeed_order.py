@@ -1,13 +1,7 @@
-"""The gathers and reductions of DeepSpeed's ranks, compared before they are issued: stages 1 to 3.
-
-    stages 1 to 3    before a reduction    each parameter whose gradient is in it, then that it is sent
-    stage 3          before a gather       the module, in the forward and in the backward
+"""Compares DeepSpeed's gathers (stage 3) and reductions (stages 1 to 3) between ranks before they are issued.
 
 DeepSpeed concatenates the gradients that a rank has, and sends them: with one missing, lengths differ, or gradients of
-one parameter are added to those of another. See `collective_order` for when ranks compare.
-
-The names of DeepSpeed that are used here are private to it: where a bucket of gradients is, and what sends it. So are
-torch's modes of selective checkpointing.
+different parameters are added. Uses private names of DeepSpeed, and torch's modes of selective checkpointing.
 """
 
 from __future__ import annotations
@@ -120,10 +114,7 @@ def _watch_gathers(coordinator: Any, model: nn.Module, order: CollectiveOrder) -
 
 @contextmanager
 def _unseen_by_checkpointing() -> Iterator[None]:
-    """Run operations that selective activation checkpointing doesn't see.
-
-    It expects those of the forward again, but a parameter that was gathered before a block may be gathered in it later.
-    """
+    """Hide operations from selective checkpointing: a parameter gathered early may be gathered in a block later."""
     hidden: list[Any] = []
     while isinstance(_get_current_dispatch_mode(), _CachingTorchDispatchMode | _CachedTorchDispatchMode):
         hidden.append(_pop_mode())

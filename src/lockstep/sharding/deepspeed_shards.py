@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizer state by the names of parameters: which range of each parameter this rank holds, and where.
+"""DeepSpeed's optimizer state by the names of parameters.
 
 parameter b [2, 3]                  0 1 2 3 4 5
 this rank's shard of it                 2 3 4 5         elements 2 to 6 of b
@@ -61,10 +61,9 @@ class ZeroShard:
 
 
 class ZeroOptimizer(Optimizer):
-    """The optimizer inside DeepSpeed's engine, with state by the names of parameters.
+    """The optimizer inside DeepSpeed's engine of stage 1, 2 or 3, with state by the names of parameters.
 
     Args:
-        engine: DeepSpeed's engine of stage 1, 2 or 3.
         entries, counts: See `optim.optimizers.Elementwise`.
         in_bf16: Whether the forward's parameters are bf16; the state has the fp32 values that are updated.
 

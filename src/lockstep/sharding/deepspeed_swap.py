@@ -1,10 +1,7 @@
 """Values and optimizer state of stage 3 in files on NVMe, which DeepSpeed reads and writes group by group.
 
-    update of a group    read values, moments  -->  gradient / divisor, torch's optimizer  -->  written
-    between updates      in files: a save reads the parts that it needs, a resumed run writes them
-
 A group of parameters (`zero_optimization.sub_group_size` elements) is in memory while it is updated. Groups of less
-than 1 MiB stay there. Gradients stay in memory too: DeepSpeed holds them there anyway, and would write them twice.
+than 1 MiB stay there, and so do gradients, which DeepSpeed would write twice.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ def swap_folder(parent: str) -> Path:
     """Make a folder for the files of this process; those of processes that have ended are deleted.
 
     Raises:
-        ConfigError: It can't be made, or DeepSpeed can't write there.
+        ConfigError: It can't be written, or DeepSpeed's async_io can't be built.
     """
     _load_async_io()
     place, own = Path(parent), f"{_PREFIX}{socket.gethostname()}-"
@@ -67,12 +64,7 @@ def _load_async_io() -> None:
 
 
 class SwappedGroups:
-    """The groups of a ZeRO-3 optimizer that are in files between updates.
-
-    Attributes:
-        groups: Their indices.
-        folder: Holds the files, and nothing else.
-    """
+    """The groups of a ZeRO-3 optimizer, by index, that are in files between updates; `folder` holds nothing else."""
 
     def __init__(self, zero: Any) -> None:
         self._zero = zero

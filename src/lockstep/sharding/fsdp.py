@@ -1,13 +1,11 @@
 """Fully sharded data parallelism (FSDP2): each rank holds a part of every parameter, its gradient and its moments.
 
               at rest      forward, backward of a block             update
-    rank 0    rows 0-3     rows 0-7 -> gradient of rows 0-7 --.     rows 0-3, by an optimizer of these alone
+    rank 0    rows 0-3     rows 0-7 -> gradient of rows 0-7 --.     rows 0-3
     rank 1    rows 4-7     rows 0-7 -> gradient of rows 0-7 --+-->  rows 4-7
-                           gathered    reduced, each its part
 
-The optimizer works on this rank's parts as plain tensors: an elementwise rule makes the same update, with the kernels
-of the single process, and others know how the rows are sharded. Elsewhere parameters and moments are DTensors, which
-know their place in the whole.
+The optimizer works on this rank's parts as plain tensors, with the kernels of the single process. Elsewhere parameters
+and moments are DTensors.
 """
 
 from __future__ import annotations
@@ -324,9 +322,6 @@ _NEVER = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 def units(model: nn.Module, options: FSDP, blocks: Sequence[str]) -> list[str]:
     """Return the names of the units' modules in the order of the model: outer ones come before inner ones.
-
-    Args:
-        blocks: Names of the model's repeated layers.
 
     Raises:
         ConfigError: The model has no module of a class that `wrap` names.

@@ -1,16 +1,11 @@
 """One order of collectives where samples leave modules or parameters out: experts, branches, skipped layers.
 
-FSDP's ranks must issue the same gathers and reductions in the same order. Where samples decide which modules run, they
-don't: a rank hangs, or two units of one size are mistaken for each other.
-
                           rank 0      rank 1              under fixed_order          under NegotiatedOrder
     gather                blocks.1    blocks.2            ConfigError, at once       rank 1 joins blocks.1 first
     reduce                blocks.1    - (left it out)     ConfigError, on rank 1     rank 1 joins, with zeros
     after the update      a parameter that no rank used   can't be                   no gradient, as on one rank
 
-`fixed_order` (the default) compares ranks in the first update alone; later each rank compares with its first pass,
-without a message. NegotiatedOrder (`find_unused_parameters: true`) agrees on each collective before it: one small
-message each.
+NegotiatedOrder (`find_unused_parameters: true`) agrees on each collective before it: one small message each.
 """
 
 from __future__ import annotations
@@ -34,12 +29,7 @@ if TYPE_CHECKING:
 def fixed_order(
     model: nn.Module, group: dist.ProcessGroup | None, device: torch.device, unused_remedy: str
 ) -> CollectiveOrder:
-    """Return an order that refuses a collective that other ranks don't issue at the same point, before it is issued.
-
-    Args:
-        group: The ranks that share the model; None: all.
-        unused_remedy: See `ShardingContext.unused_remedy`.
-    """
+    """Return an order that refuses a collective that other ranks of `group` don't issue at the same point."""
     units = units_of(model)
     by_number = {unit.number: unit for unit in units}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -78,12 +68,9 @@ def fixed_order(
 
 
 class NegotiatedOrder:
-    """Agrees with the other ranks on each collective before it is issued; a rank that doesn't need it takes part, too.
+    """Agrees with other ranks of `group` on each collective; one that doesn't need it joins.
 
-    Its methods are called as `CollectiveOrder`'s.
-
-    Args:
-        group: The ranks that share the model; None: all.
+    Called as `CollectiveOrder`.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -1,13 +1,10 @@
 """FSDP2's units: the modules that are gathered and reduced one at a time, and the collectives that each issues.
 
-    module blocks.1 --> FSDPUnit 2 "blocks.1" --> before a gather:     on_gather(unit)
-                                              --> before a reduction:  on_reduce(unit, parameters with a gradient)
-
     at rest   gathered under autocast     gradient    reduced
     fp32      bf16: weights of products   bf16        fp32, in one collective for each unit
     fp32      fp32: norms, embeddings     fp32
 
-This file alone uses what is private to torch's implementation.
+Names that are private to torch's implementation are used only here.
 """
 
 from __future__ import annotations
@@ -28,13 +25,7 @@ if TYPE_CHECKING:
 
 
 class FSDPUnit:
-    """One group of parameters that FSDP2 gathers and reduces together.
-
-    Args:
-        name: The name of its module; empty: the root's own parameters.
-        number: Its position in the model.
-        group: FSDP2's own record of it.
-    """
+    """A group of parameters that FSDP2 gathers and reduces together; the root's own has no name."""
 
     def __init__(self, name: str, number: int, group: Any) -> None:
         self.number = number
@@ -163,13 +154,8 @@ def _is_view(value: object) -> bool:
 class AutocastGather:
     """Gathers parameters in autocast's precision where autocast would cast them: the same values in half the bytes.
 
-    Autocast over parameters in fp32 keeps a copy of each in its precision until the backward has used it: 2 bytes for
-    each parameter of the whole model on every rank. What is gathered in that precision is freed with its unit. Outside
-    of autocast everything is gathered in fp32.
-
-    Args:
-        names: The parameters that autocast casts wherever they are used.
-        dtype: Autocast's precision.
+    Autocast over fp32 parameters keeps a copy of each until its backward: 2 bytes a parameter of the whole model on
+    every rank. What is gathered in that precision is freed with its unit.
     """
 
     def __init__(self, model: nn.Module, names: frozenset[str], dtype: torch.dtype, device: torch.device) -> None:

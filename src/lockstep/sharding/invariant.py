@@ -5,9 +5,8 @@
                 '----+----'         |                         |         |
                                     '------------+------------'         |          the tree is `plan.summation`'s
 
-The few nodes that a rank can't add itself are divided into as many slices as there are ranks; each rank receives all
-nodes' parts of one slice, adds them in the tree's order, and sends the sum to all: as many bytes as an all-reduce, if a
-rank's micro-batches are a whole node. The sum of the losses is reduced the same way.
+Each rank receives one slice of every node that a rank can't add itself, adds them in the tree's order, and sends the
+sum to all. The sum of the losses is reduced the same way.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class InvariantStep(GradientStep):
     """The step of ranks whose sum of gradients is bitwise identical on any number of ranks.
 
     Args:
-        axis: The data axis.
         share_of: Returns this rank's micro-batches of an update of N samples.
         slice_bytes: Size of the part of the gradient that ranks exchange at a time.
 

@@ -1,11 +1,8 @@
 """The part of each trained parameter that this rank holds, as a plain parameter, on which an optimizer works.
 
-    model     weight: DTensor [8, 4] ----.
-    here      rows 4-7: [4, 4]       <---'  the same memory        optimizer -> moments [4, 4]
-    outside   moments: DTensor [8, 4], of which this rank holds rows 4-7
-
-An elementwise optimizer makes the same update, with the kernels of the single process. A parameter that isn't sharded
-is held whole.
+model     weight: DTensor [8, 4] ----.
+here      rows 4-7: [4, 4]       <---'  the same memory        optimizer -> moments [4, 4]
+outside   moments: DTensor [8, 4], of which this rank holds rows 4-7
 """
 
 from __future__ import annotations

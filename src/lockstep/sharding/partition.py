@@ -1,8 +1,5 @@
 """The partition of a model over ranks: which rank holds which tensors, and how the whole model is gathered.
 
-    rank 0    embedding, blocks.0        weights:   blocks.0 from rank 0, blocks.1 from rank 1, ... in the model's order
-    rank 1    blocks.1, head             state:     each its own, and empty shards of tensors that other ranks hold
-
 Names are those of the whole model on every rank. A tensor that the first and the last stage share is held by two
 ranks; its gradient is the sum of both ranks', and counts once.
 """
@@ -39,7 +36,6 @@ class ModelPartition:
         axis: The ranks that hold the other stages.
         shared: Names of the parameters that the first and the last stage share.
         ends: The ranks that hold `shared`.
-        device: The device on which collectives run.
         tensor_group: The ranks over which matrices are sharded; None: they are whole.
     """
 

@@ -1,8 +1,5 @@
 """Replicas of a partitioned or tensor-parallel model: gradients are summed over them once an update, in buckets.
 
-    pipeline rank 0 of replica 0    a gradient --.
-    pipeline rank 0 of replica 1    a gradient --+-- sum --> optimizer     the same update in both
-
 A stage has many backwards, and only their sum counts: sums begin in the last one, and overlap with what is left of it.
 """
 
@@ -110,12 +107,8 @@ class EarlySums:
         last backward    head   block 3   block 2   block 1   block 0   embedding
         sent                     [head, block 3 ----->    [block 2, 1 ---->     [block 0, embedding ->
 
-    A bucket is sent when all of its gradients are there and all buckets before it have been sent, as under
-    DistributedDataParallel. What a rank's last backward doesn't reach is summed after it.
-
-    Args:
-        shards: In the order in which a backward reaches them.
-        device: The device of collectives.
+    A bucket is sent when its gradients are there and all buckets before it have been sent. What a rank's last backward
+    doesn't reach is summed after it. `shards` are in the order in which a backward reaches them.
     """
 
     def __init__(self, shards: Sequence[ParameterShard], axis: Axis, device: torch.device) -> None:

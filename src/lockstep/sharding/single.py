@@ -1,7 +1,4 @@
-"""One process holds everything: the reference, which every other strategy must reproduce.
-
-model --> gradient --> optimizer
-"""
+"""One process holds everything: the reference, which every other strategy must reproduce."""
 
 from __future__ import annotations
 
@@ -138,9 +135,8 @@ def unused_parameters(names: Sequence[str], *, where: str = "", remedy: str = ""
 class StepInBackward(GradientStep):
     """Updates each parameter as soon as its gradient exists: no two gradients exist at once.
 
-    Nothing is possible that needs all gradients before the first update: clipping by the global norm, a second
-    micro-batch, a reduction over ranks, and discarding. A gradient that isn't finite is applied before it is seen, and
-    ends the run.
+    So there is no clipping by the global norm, accumulation, reduction over ranks, or discarding. A gradient that isn't
+    finite is applied before it is seen, and ends the run.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, squared_norm: SquaredNorm) -> None:

@@ -1,17 +1,11 @@
 """A torch device that has no hardware: tensors on it have shapes, dtypes and a place, and no data.
 
-    torch.device("simulated", 0)  --  streams, events, generators and properties as a GPU has them, all of them counted
+It is torch's device for backends written in Python (privateuse1), with streams, events, generators and properties.
+`lockstep.simulation.execution` decides what runs on it.
 
-It is torch's device for backends written in Python (privateuse1). A path of the product that asks for an accelerator
-takes it here; what runs on it is decided by `lockstep.simulation.execution`.
-
-With an error of Python in a backward on the device, torch would end the process silently:
-
-    an operation or a hook raises  -->  C++ leaves the backward, and restores the stream of the device
-                                   -->  it asks Python for the type of the device, while the error is pending
-                                   -->  Python turns any answer into an error, which C++ can't have there: abort
-
-So the answer takes the pending error away, and the backward raises it at its end.
+With an error of Python in a backward on the device, torch would end the process silently: C++ asks Python for the type
+of the device while the error is pending, which Python turns into an error that C++ can't have there. So the answer
+takes the pending error away, and the backward raises it at its end.
 """
 
 from __future__ import annotations

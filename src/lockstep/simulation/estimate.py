@@ -1,10 +1,8 @@
 """The memory of a run before it starts: the product's own updates on the simulated device, as the rank that needs most.
 
-    config + ranks  -->  a config for each strategy, with few micro-batches an update
-                    -->  two updates as the first rank, or as the first of each pipeline stage
-                    -->  bytes by category at the peak; if it doesn't fit, the smallest change with which it does
-
-Only shapes are computed, so no model is too large. Data that isn't on this machine is not needed.
+config + ranks  -->  a config for each strategy, with few micro-batches an update
+                -->  two updates as the first rank, or as the first of each pipeline stage
+                -->  bytes by category at the peak; if it doesn't fit, the smallest change with which it does
 """
 
 from __future__ import annotations
@@ -49,8 +47,8 @@ class StrategyMemory:
         peak: None if it can't be simulated.
         fits: Whether the peak takes at most nine tenths of a rank's memory; None if either is unknown.
         note: The change with which it fits, or why it can't be simulated; may be empty.
-        modules: The whole model's parameters by module and dtype, the same under each strategy.
-        fails: Whether the user's own code raises; the note states where.
+        modules: The whole model's parameters by module and dtype.
+        fails: Whether the user's own code raises; the note says where.
     """
 
     name: str

@@ -3,9 +3,9 @@
 on the CPU alone              as always; a new tensor of over a million elements has a shape alone (if the CPU is what
                               is simulated, every new tensor)
 on the device                 shapes, by torch's FakeTensorMode; a tensor of another device is an error
-    small results             and values, computed from the values of small inputs; what depends on large tensors,
+small results                 and values, computed from the values of small inputs; what depends on large tensors,
                               such as the loss, is 1
-a value that the host reads   a host sync, which is recorded: a GPU would have to finish its work first
+a value that the host reads   a host sync, which is recorded
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Errors of simulations: what isn't known without values, and what fails in the user's own code, with its line.
-
-x.nonzero() in net.py     can't be simulated: aten.nonzero.default at net.py:9 (Net.forward) ...
-a @ b of wrong shapes     fails at net.py:9 (Net.forward): a and b must have same reduction dim ...
-an error in torch alone   can't be simulated: ...
-"""
+"""Errors of simulations: what isn't known without values, and what fails in the user's own code, with its line."""
 
 from __future__ import annotations
 

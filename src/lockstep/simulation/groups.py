@@ -1,9 +1,9 @@
 """Process groups without other ranks: collectives whose results are as if every rank had what this one has.
 
     all_reduce(x)        sum: x times the number of ranks; minimum, maximum, average: x
-    all_gather(x)        x for every rank                 reduce_scatter(x)   this rank's part of x, times the ranks
-    broadcast, scatter   this rank's                      send                checked
-    receive              ones                             objects             this rank's for every rank; a host wait
+    reduce_scatter(x)    this rank's part of x, times the ranks
+    all_gather(x), objects    this rank's for every rank
+    receive              ones
 
 A group of a device has that device's tensors alone, as NCCL demands. Each collective is counted with its bytes.
 """

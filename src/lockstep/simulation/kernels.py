@@ -1,14 +1,7 @@
 """Kernels of the simulated device, and of tensors without data: autocast, fused norms, attention, grouped products.
 
-Autocast has the same operations as torch's for CUDA, cast in the same way:
-
-    lower precision   matrix products, convolutions, attention: floating-point arguments in the autocast dtype
-    fp32              exponentials, norms, losses: arguments in fp32
-    fp32 results      sums and softmax: their result in fp32
-    promoted          several arguments: in the widest of their dtypes
-
-The lists are those of the page "Automatic Mixed Precision" of torch's documentation. A weight that is cast is kept in a
-cache until the outermost context ends, as torch does, if the context's cache is enabled.
+Autocast has the same operations as torch's for CUDA, by the lists of the page "Automatic Mixed Precision" of torch's
+documentation. A cast weight is cached until the outermost context ends, as torch does, if the cache is enabled.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Batches instead of data that isn't on this machine: the shapes and dtypes that its task has, with made-up values.
 
-    task                       inputs                                   targets
-    causal-lm, masked-lm       input_ids, attention_mask [B, T]         ids [B, T]
-    seq2seq                    the same                                 ids of the target text [B, T]
-    sequence-classification    the same                                 classes [B], numbers [B] or [B, outputs]
-    none, with a label         tokens, mask [B, T]                      classes [B]
-    tokens, packed text        input_ids or tokens [B, T], no mask      the same ids, or the next ones
-
-Each sample has the greatest length that the config allows.
+task                       inputs                                   targets
+causal-lm, masked-lm       input_ids, attention_mask [B, T]         ids [B, T]
+seq2seq                    the same                                 ids of the target text [B, T]
+sequence-classification    the same                                 classes [B], numbers [B] or [B, outputs]
+none, with a label         tokens, mask [B, T]                      classes [B]
+tokens, packed text        input_ids or tokens [B, T], no mask      the same ids, or the next ones
 """
 
 from __future__ import annotations

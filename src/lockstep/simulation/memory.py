@@ -1,10 +1,7 @@
 """The peak memory of an update by category and module: which tensors hold it.
 
-    every operation   -->  blocks (a tensor's storage each), when they are made, resized and freed, and in which module
-    after an update   -->  what each block was: a parameter, a gradient, optimizer state, ...
-    replay            -->  bytes by module and category at the peak
-
-The bytes are those of tensors. An allocator rounds each block up, and keeps some for itself.
+Every operation records blocks (a tensor's storage each), and after an update what each was, such as a parameter. The
+bytes are those of tensors. An allocator rounds each block up, and keeps some for itself.
 """
 
 from __future__ import annotations

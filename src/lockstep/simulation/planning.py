@@ -213,8 +213,8 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
     except Unpredictable as error:
         why = str(error)
     if predicted is not None and estimator.memory is not None and predicted.bytes > estimator.memory:
-        held = f"{size(predicted.bytes)}, and has {size(estimator.memory)}"
-        raise RunFailed(f"a rank would take {held} here; measure fewer ranks, or a smaller model")
+        takes = f"a rank would take {size(predicted.bytes)}, and has {size(estimator.memory)} here"
+        raise RunFailed(f"{takes}; measure fewer ranks, or a smaller model")
     peak, held = _measured(config, given, ranks)
     return MeasuredMemory(predicted, why, peak, held, ranks, on_cpu)
 

@@ -1,8 +1,5 @@
 """Outputs of operations on tensors without data, made again where an operation has had inputs of the same shapes.
 
-    operation + shapes, strides, dtypes and devices of its inputs  -->  how each output was made
-                                                                        fresh, a view of an input, or an input itself
-
 torch's FakeTensorMode finds out the first time; the blocks of a model, and the updates of a run, then repeat it.
 """
 

@@ -1,17 +1,9 @@
 """Activation checkpointing: the activations that a forward keeps for the backward, and those that it computes again.
 
-                 forward                               backward
-    none         x -> call -> y     all in between     x <- gradients of the call
-    full         x -> call -> y     x                  x -> call again, with the draws and autocast it had -> gradients
-    selective    x -> call -> y     x, and what        x -> call again but for those -> gradients
-                                    products made
+Full keeps a block's inputs: Chen et al. 2016, arXiv:1604.06174. Selective also keeps what is expensive to compute and
+small: matrix products and attention (Korthikanti et al. 2022, arXiv:2205.05198, section 4).
 
-Full: Chen et al. 2016, arXiv:1604.06174. Selective keeps what is expensive to compute and small to keep, matrix
-products and attention, and computes again what lies between them (Korthikanti et al. 2022, arXiv:2205.05198, section
-4).
-
-A block's own `forward` is replaced, so that no name changes, and FSDP's hooks run around it: the parameters that FSDP
-gathers for a block's backward exist when the block is computed again.
+A block's own `forward` is replaced, so that no name changes, and FSDP's hooks run around it.
 """
 
 from __future__ import annotations
@@ -138,10 +130,9 @@ class Recomputation:
 
 
 class RecomputeBlocks(Transform):
-    """Replaces the forwards of blocks by ones that keep less.
+    """Replaces the forwards of blocks, the model's repeated layers, by ones that keep less.
 
     Args:
-        blocks: Names of the model's repeated layers.
         muted: Makes the context of the second forward, in which logging is dropped: the first has logged the same.
     """
 

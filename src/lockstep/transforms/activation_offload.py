@@ -3,13 +3,11 @@
 forward     compute    block 1    | block 2    | block 3, the last, keeps its activations
             copies                | 1 --> host | 2 --> host
 backward    compute    block 3    | block 2    | block 1
-            copies     host --> 2 | host --> 1 |                each is on its way before the backward needs it
+            copies     host --> 2 | host --> 1 |
 
-The copies run on a stream of their own, to and from page-locked memory that is used again; neither the host nor the
-computation waits for a copy unless it is behind. What several operations save is copied once, with its layout.
-
-With activation checkpointing, blocks' inputs are copied, and activations that are computed again stay on the device, as
-do weights, their views and casts, DTensors, and small tensors.
+Copies run on a stream of their own, with page-locked memory that is used again. What several operations save is copied
+once. With activation checkpointing, blocks' inputs are copied. On the device stay activations that are computed again,
+weights, their views and casts, DTensors, and small tensors.
 """
 
 from __future__ import annotations

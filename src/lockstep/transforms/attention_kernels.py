@@ -1,11 +1,7 @@
 """Attention of some queries to some keys, with the sums by which it can be merged with attention to other keys.
 
-    queries x keys --> outputs, log of the sum of exponentials        (its weight against other keys' outputs)
-
-    backward: of any part of the keys, given outputs and sums over all of them
-
 q [B, H, Q, D]; k, v [B, H, K, D]; lse [B, H, Q] fp32, fp64 of fp64. A mask [B, 1, Q, K] is added to the scores.
-(Dao 2023, FlashAttention-2, arXiv:2307.08691, section 3.1: the same sums, over blocks of one device's memory.)
+(Dao 2023, FlashAttention-2, arXiv:2307.08691, section 3.1.)
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""State that a block keeps from one forward to the next, and checks that recomputation doesn't change it.
-
-    forward       mean 0.10 -> 0.19     the block's own running mean
-    backward      mean 0.19 -> 0.27     computed again: counted twice, and from another mean --> ConfigError
+"""Refuses blocks that recomputation would change: a running mean would be counted twice.
 
 Only a block's first forward is checked, and its second runs to the end (but see `StateGuard.stops_early`).
 """

@@ -1,8 +1,4 @@
-"""Context parallelism of a model: its attention becomes ring attention while sequences are divided.
-
-sequences whole      F.scaled_dot_product_attention, or the attention that a transformers config names
-sequences divided    ring attention, over the ranks that have the other positions
-"""
+"""Context parallelism of a model: its attention becomes ring attention while sequences are divided."""
 
 from __future__ import annotations
 
@@ -28,11 +24,6 @@ _NAME = "lockstep_ring"
 
 class ContextParallel(Transform):
     """Prepares a model for sequences that are divided over ranks.
-
-    Args:
-        degree: Number of ranks over which sequences are divided.
-        mode: The model's forward mode, in which the division is set.
-        allow_untested: Whether GPUs, which were never tested, may be used.
 
     Attributes:
         takes_mask: Whether the model passes its padding mask to its attention, which uses the division's instead.

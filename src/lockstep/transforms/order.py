@@ -1,7 +1,4 @@
-"""Transforms in the order that their rules give.
-
-[compile (after sync_batchnorm), sync_batchnorm]  -->  sync_batchnorm, compile
-"""
+"""Transforms in the order that their rules give."""
 
 from __future__ import annotations
 

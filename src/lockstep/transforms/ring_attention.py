@@ -3,11 +3,10 @@
     round 0    rank 0: own keys, causal              rank 1: own keys, causal
     round 1    rank 0: last chunk's queries see      rank 1: all queries see the front chunk of rank 0's keys
                        all of rank 1's keys
-    each round is merged with those before by its sum of exponentials, and the next keys arrive while it runs
 
-(Liu et al. 2023, ring attention, arXiv:2310.01889; the order of chunks is that of Brandon et al. 2023, striped
-attention's balance with whole chunks, arXiv:2311.09431.) Backward: keys and values go around again with their
-gradients, which are back on their rank after the last round.
+Each round is merged with those before by its sum of exponentials, and the next keys arrive while it runs. In the
+backward keys and values go around again with their gradients. (Liu et al. 2023, ring attention, arXiv:2310.01889;
+chunks as in Brandon et al. 2023, arXiv:2311.09431.)
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@
     rank 0    experts 0, 1    tokens that chose them -->  outputs, zeros elsewhere --.
     rank 1    experts 2, 3    tokens that chose them -->  outputs, zeros elsewhere --+--> sum: the same on both again
 
-For modules that hold all experts in tensors [experts, ...], and are called with (hidden, choices, shares), as in the
-transformers library. (Lepikhin et al. 2020, GShard, arXiv:2006.16668, sends tokens to their experts; here every rank of
-the group has them, like the inputs of other matrices.)
+For modules with all experts in tensors [experts, ...], called with (hidden, choices, shares), as in transformers.
 """
 
 from __future__ import annotations

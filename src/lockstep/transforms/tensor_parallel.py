@@ -4,14 +4,10 @@
     rank 0    x  ---------->   x W1[:half]'  -->   h0 W2[:, :half]'  --.
     rank 1    x  ---------->   x W1[half:]'  -->   h1 W2[:, half:]'  --+--> sum: the same on both again
 
-(Shoeybi et al. 2019, arXiv:1909.08053.) With sequence parallelism, the sum leaves each rank with its own positions, on
-which norms and dropout work, and the input of the next colwise matrix is gathered (Korthikanti et al. 2022,
-arXiv:2205.05198).
+(Shoeybi et al. 2019, arXiv:1909.08053.) With sequence parallelism, the sum leaves each rank with its own positions, and
+the input of the next colwise matrix is gathered (Korthikanti et al. 2022, arXiv:2205.05198).
 
-Sharded parameters are DTensors on the tensor axis, under their own names; all others stay whole on each rank.
-
-To compare with whole weights, each module gathers its own for its call, and again in the backward: no rank ever holds
-more than one module's whole weights.
+To compare with whole weights, each module gathers its own for its call, and again in the backward.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Tensor plans: which modules of a model are sharded over a tensor group, and by which style.
 
-    blocks.0.attention.query    colwise     rows of the weight, so columns of the output: whole heads
-    blocks.0.attention.out      rowwise     columns of the weight: each rank has an addend of the output
-
-The plan of a model is Lockstep's (`models.transformer`), the one that a Hugging Face config carries, or a user's. It is
-checked here by names and shapes alone.
+The plan is Lockstep's (`models.transformer`), the one that a Hugging Face config carries, or a user's. It is checked
+here by names and shapes.
 """
 
 from __future__ import annotations
@@ -57,7 +54,6 @@ def tensor_plan(
 
     Args:
         model: Whole, before any of it is sharded.
-        degree: Number of ranks over which each matrix is sharded.
         builtin: The plan of one of Lockstep's models, by patterns.
 
     Raises:
