@@ -464,7 +464,6 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "transforms/test_activation_offload.py": {
         "an_update_on_an_accelerator_offloads_without_a_wait": 0,
-        "buffers_are_used_again_and_what_nobody_reads_is_freed": 0,
     },
     "transforms/test_recomputing.py": {"full_holds_one_block_and_the_inputs_of_all": 0},
 }

@@ -10,22 +10,29 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import shutil
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch.distributed as dist
 
 from kit.worlds import in_world
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
-from lockstep.simulation.groups import OtherRankFailed
+from lockstep.distributed import host_group
+from lockstep.simulation import device
+from lockstep.simulation.groups import BACKENDS
 from lockstep.simulation.ranks import SimulatedRank, simulated_rank
 from lockstep.training.assemble import assemble
 from lockstep.training.user_objects import UserObjects
@@ -84,7 +91,7 @@ def one_rank(
     result, began = Simulated(), time.perf_counter()
     try:
         folder = _shared_folder(rank, store)
-        with simulated_rank(rank, ranks, store=store) as simulation:
+        with simulated_rank(rank, ranks) as simulation, _exchanging(store):
             _run(config, simulation, folder, result, objects or UserObjects())
     except ConfigError as error:
         result.refusal = str(error)
@@ -107,6 +114,74 @@ def one_rank(
         gc.collect()
     result.seconds = time.perf_counter() - began
     return result
+
+
+class OtherRankFailed(RuntimeError):
+    """Another rank has failed."""
+
+
+class _Objects:
+    """The objects of all ranks, by a store; it takes the place of a host group, too."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._exchanged: Counter[tuple[int, ...]] = Counter()
+
+    def gather(self, objects: list[Any], own: object, group: dist.ProcessGroup | None = None) -> None:
+        device.note_wait("all_gather_object")
+        objects[:] = self.exchange(own, group)
+
+    def broadcast(
+        self, objects: list[Any], src: int | None = None, group: Any = None, *unused: object, group_src: int = 0
+    ) -> None:
+        device.note_wait("broadcast_object_list")
+        root = group_src if src is None else dist.get_process_group_ranks(group).index(src)
+        objects[:] = cast("list[Any]", self.exchange(list(objects), group)[root])
+
+    def exchange(self, own: object, group: dist.ProcessGroup | None) -> list[object]:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self._exchanged[ranks] += 1
+        prefix = f"{ranks}/{self._exchanged[ranks]}"
+        keys = [f"{prefix}/{rank}" for rank in ranks]
+        self._store.set(f"{prefix}/{dist.get_rank()}", pickle.dumps(own))
+        while not self._store.check(keys):
+            if self._store.check(["failed"]):
+                raise OtherRankFailed("another rank has failed")
+            time.sleep(0.002)
+        return [pickle.loads(self._store.get(key)) for key in keys]
+
+
+class _HostGroup:
+    def __init__(self, group: dist.ProcessGroup, objects: _Objects) -> None:
+        self._group, self._objects = group, objects
+
+    def gather(self, value: object) -> list[object]:
+        return self._objects.exchange(value, self._group)
+
+    def broadcast(self, value: object) -> object:
+        return self.gather(value)[0]
+
+    def numbers(self, own: int) -> list[int]:
+        return cast("list[int]", self.gather(own))
+
+
+@contextmanager
+def _exchanging(store: Any) -> Iterator[None]:
+    """Exchange objects with the other ranks' processes over a store; None: every rank has this one's."""
+    if store is None:
+        yield
+        return
+    objects = _Objects(store)
+    try:
+        with (
+            patch.object(dist, "all_gather_object", objects.gather),
+            patch.object(dist, "broadcast_object_list", objects.broadcast),
+            patch.dict(host_group.makers, {BACKENDS[device.NAME]: lambda group: _HostGroup(group, objects)}),
+        ):
+            yield
+    except BaseException:
+        store.set("failed", b"")
+        raise
 
 
 def _shared_folder(rank: int, store: dist.Store | None) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from lockstep.simulation.ranks import simulated_rank
 from lockstep.training.assemble import assemble
 from lockstep.training.user_objects import UserObjects
 from lockstep.transforms import activation_offload
-from lockstep.transforms.activation_offload import ActivationsOnHost, Copies, OffloadActivations
+from lockstep.transforms.activation_offload import ActivationsOnHost, OffloadActivations
 
 POINTS = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 
@@ -153,96 +151,6 @@ def test_micro_batches_in_flight_keep_their_own() -> None:
     losses[0].backward()
     assert same([parameter.grad for parameter in net.parameters()], expected)
     losses[1].backward()
-
-
-# --- the order of copies ------------------------------------------------------------------------------------------
-
-
-class Event:
-    def __init__(self, log: list[str], number: int) -> None:
-        self._log, self._number = log, number
-
-    def wait(self, stream: Any = None) -> None:
-        self._log.append(f"{stream.name} waits for copy {self._number}")
-
-
-class Stream:
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self._log, self._events = name, log, 0
-
-    def wait_stream(self, other: Any) -> None:
-        self._log.append(f"{self.name} waits for {other.name}")
-
-    def record_event(self) -> Event:
-        self._events += 1
-        self._log.append(f"copy {self._events}")
-        return Event(self._log, self._events)
-
-
-class Module:
-    """A device module whose device is the CPU, and whose streams note what is asked of them."""
-
-    def __init__(self, log: list[str]) -> None:
-        self._compute, self.log = Stream("compute", log), log
-
-    def current_stream(self, device: object) -> Stream:
-        return self._compute
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Any:
-        yield
-
-
-def streamed(log: list[str]) -> Copies:
-    copies = Copies(torch.device("cpu"))
-    copies._module, copies._stream = Module(log), Stream("copies", log)
-    copies._buffer = lambda size: (copies._free.get(size) or [torch.empty(size, dtype=torch.uint8)]).pop()  # type: ignore[method-assign]
-    return copies
-
-
-def test_copies_are_ahead_of_the_backward_and_every_use_waits_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation_offload, "_IN_FLIGHT", 2)
-    log: list[str] = []
-    offload = ActivationsOnHost(least_bytes=1)
-    offload._copies[torch.device("cpu")] = streamed(log)
-    leaf = torch.ones(16, 32, requires_grad=True)
-    with offload:
-        hidden = leaf
-        for factor in range(1, 7):
-            hidden = (hidden * factor).sin()
-    assert log[:2] == ["copies waits for compute", "copy 1"]
-    sent = [line for line in log if line.startswith("copy")]
-    assert len(sent) == 6
-    assert [line for line in log if "waits for copy" in line] == [f"compute waits for copy {n}" for n in (1, 2, 3, 4)]
-    log.clear()
-    hidden.sum().backward()
-    fetched = [line for line in log if line.startswith("copy")]
-    assert fetched == [f"copy {number}" for number in (7, 8, 9, 10)], "the last two were still on the device"
-    for number in (7, 8, 9, 10):
-        assert log.index(f"copy {number}") < log.index(f"compute waits for copy {number}")
-    assert log.index("copy 8") < log.index("compute waits for copy 7"), "the next is on its way before this is used"
-    expected = torch.ones(16, 32, requires_grad=True)
-    again = expected
-    for factor in range(1, 7):
-        again = (again * factor).sin()
-    again.sum().backward()
-    assert leaf.grad is not None
-    assert expected.grad is not None
-    assert torch.equal(leaf.grad, expected.grad)
-
-
-def test_buffers_are_used_again_and_what_nobody_reads_is_freed() -> None:
-    net = Chain()
-    offload = offloading(net)
-    gradients(net, POINTS)
-    gc.collect()
-    (copies,) = offload._copies.values()
-    buffers = {id(buffer) for free in copies._free.values() for buffer in free}
-    for _ in range(3):
-        gradients(net, POINTS)
-    net(POINTS)  # without a backward
-    gc.collect()
-    assert {id(buffer) for free in copies._free.values() for buffer in free} == buffers
 
 
 @pytest.mark.parametrize("strategy", ["single"])

@@ -1,13 +1,9 @@
-"""Activation offload: activations are kept in the host's memory until the backward needs them.
+"""Activation offload: activations wait in the host's page-locked memory until the backward needs them.
 
-forward     compute    block 1    | block 2    | block 3, the last, keeps its activations
-            copies                | 1 --> host | 2 --> host
-backward    compute    block 3    | block 2    | block 1
-            copies     host --> 2 | host --> 1 |
-
-Copies run on a stream of their own, with page-locked memory that is used again. What several operations save is copied
-once. With activation checkpointing, blocks' inputs are copied. On the device stay activations that are computed again,
-weights, their views and casts, DTensors, and small tensors.
+The copies are on the computation's own stream, so that neither side needs an event, and the host never waits. What
+several operations save is copied once. The last block keeps its activations, which the backward needs first. With
+activation checkpointing, blocks' inputs are copied. On the device stay activations that are computed again, weights,
+their views and casts, DTensors, and small tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ from lockstep.core.protocols import Transform
 
 LEAST_BYTES = 1 << 20
 """Bytes of memory below which a copy takes longer to start than it saves."""
-_IN_FLIGHT = 4  # copies to the host whose memory on the device isn't free yet; and copies back ahead of the backward
 _LARGEST_SHARE = 4  # a tensor that is less than this part of its memory is not worth all of it
 _VIEWS = [
     "ToCopy",
@@ -111,16 +106,11 @@ class ActivationsOnHost(saved_tensors_hooks):
         self.paused = False
         self._shapes = {order for shape in shapes for order in (tuple(shape), tuple(reversed(shape))) if len(shape) > 1}
         self._least_bytes = least_bytes
-        self._copies: dict[torch.device, Copies] = {}
-        self._order: list[weakref.ref[_Offloaded]] = []
-        self._by_storage: weakref.WeakKeyDictionary[Any, tuple[int, weakref.ref[_Offloaded]]]
+        self._by_storage: weakref.WeakKeyDictionary[Any, tuple[int, weakref.ref[_OnHost]]]
         self._by_storage = weakref.WeakKeyDictionary()
 
     def __enter__(self) -> None:
         self.paused = False
-        self._order = []
-        for copies in self._copies.values():
-            copies.release_sent()
         super().__enter__()
 
     def _pack(self, tensor: Tensor) -> object:
@@ -132,26 +122,20 @@ class ActivationsOnHost(saved_tensors_hooks):
         size = storage.nbytes()
         if tensor.layout is not torch.strided or not self._least_bytes <= size <= _LARGEST_SHARE * tensor.nbytes:
             return _kept(tensor)
-        offloaded = self._offload(tensor, storage)
-        offloaded.uses += 1
-        return _View(offloaded, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        held = self._on_host(tensor, storage)
+        held.uses += 1
+        return _View(held, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def _offload(self, tensor: Tensor, storage: torch.UntypedStorage) -> _Offloaded:
-        """Return the memory that was offloaded before with the same content, or start its copy."""
+    def _on_host(self, tensor: Tensor, storage: torch.UntypedStorage) -> _OnHost:
+        """Return the memory that was copied before with the same content, or copy it."""
         known = self._by_storage.get(storage)
         if known is not None and known[0] == tensor._version and (earlier := known[1]()) is not None:
             return earlier
-        copies = self._copies.get(tensor.device)
-        if copies is None:
-            copies = self._copies[tensor.device] = Copies(tensor.device)
         elements = storage.nbytes() // tensor.element_size()
-        memory = tensor.detach().as_strided((elements,), (1,), 0).view(torch.uint8)
-        offloaded = _Offloaded(copies, memory, self._order)
-        reference = weakref.ref(offloaded)
-        self._order.append(reference)
-        self._by_storage[storage] = (tensor._version, reference)
+        held = _OnHost(tensor.detach().as_strided((elements,), (1,), 0).view(torch.uint8))
+        self._by_storage[storage] = (tensor._version, weakref.ref(held))
         self.bytes += storage.nbytes()
-        return offloaded
+        return held
 
 
 def _kept(tensor: Tensor) -> Tensor:
@@ -162,7 +146,7 @@ def _kept(tensor: Tensor) -> Tensor:
 class _View(NamedTuple):
     """A tensor in offloaded memory."""
 
-    offloaded: _Offloaded
+    held: _OnHost
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -172,127 +156,29 @@ class _View(NamedTuple):
 def _unpack(kept: Any) -> Tensor:
     if not isinstance(kept, _View):
         return cast("Tensor", kept)
-    return kept.offloaded.use().view(kept.dtype).as_strided(kept.size, kept.stride, kept.offset)
+    return kept.held.use().view(kept.dtype).as_strided(kept.size, kept.stride, kept.offset)
 
 
-class _Offloaded:
-    """The memory of activations, in the host's memory or on its way.
+class _OnHost:
+    """The memory of activations, copied to the host.
 
     Attributes:
         uses: How many saved tensors are in it and weren't read yet.
     """
 
-    def __init__(self, copies: Copies, memory: Tensor, order: list[weakref.ref[_Offloaded]]) -> None:
+    def __init__(self, memory: Tensor) -> None:
         self.uses = 0
-        self._copies = copies
-        self._order = order
-        self._place = len(order)
-        self._buffer = copies.send(memory)
-        self._arriving: Arriving | None = None
-        weakref.finalize(self, copies.give_back, self._buffer).atexit = False
+        self._device = memory.device
+        self._buffer = torch.empty(len(memory), dtype=torch.uint8, pin_memory=memory.device.type != "cpu")
+        self._buffer.copy_(memory, non_blocking=True)
+        self._returned: Tensor | None = None
 
     def use(self) -> Tensor:
-        """Return the bytes on the device, after those that the backward will need next were sent for."""
-        self._fetch()
-        for reference in reversed(self._order[max(0, self._place - _IN_FLIGHT) : self._place]):
-            if (earlier := reference()) is not None and earlier.uses:
-                earlier._fetch()
-        assert self._arriving is not None
-        self._arriving.wait()
-        memory = self._arriving.memory
+        """Return the bytes on the device; they are copied back once for all saved tensors."""
+        memory = self._buffer.to(self._device, non_blocking=True) if self._returned is None else self._returned
         self.uses -= 1
-        if self.uses <= 0:
-            self._arriving = None
-            self._copies.release(self._buffer)
+        self._returned = memory if self.uses > 0 else None
         return memory
-
-    def _fetch(self) -> None:
-        if self._arriving is None:
-            self._arriving = self._copies.fetch(self._buffer)
-
-
-class Arriving:
-    """Bytes on their way to the device. The computation waits for them before it uses or frees their memory."""
-
-    def __init__(self, memory: Tensor, wait: Callable[[], None]) -> None:
-        self.memory = memory
-        self._wait = weakref.finalize(self, wait)
-        self._wait.atexit = False
-
-    def wait(self) -> None:
-        self._wait()  # once
-
-
-class Copies:
-    """Copies between a device and page-locked buffers, on a stream of their own.
-
-    A buffer may be used again at once, since the stream's copies come one after the other.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._stream: Any = None if self._module is None else self._module.Stream(device)
-        self._free: dict[int, list[Tensor]] = {}
-        self._sent: dict[int, tuple[Tensor, Any]] = {}  # by id of the buffer: memory on the device, event
-
-    def send(self, memory: Tensor) -> Tensor:
-        """Start a copy of these bytes to the host; return the buffer. Their memory is free a few copies later."""
-        buffer = self._buffer(len(memory))
-        if self._module is None:
-            buffer.copy_(memory)
-            return buffer
-        compute = self._module.current_stream(self._device)
-        self._stream.wait_stream(compute)
-        with self._module.stream(self._stream):
-            buffer.copy_(memory, non_blocking=True)
-            event = self._stream.record_event()
-        self._sent[id(buffer)] = memory, event
-        if len(self._sent) > _IN_FLIGHT:
-            self._free_memory(next(iter(self._sent)))
-        return buffer
-
-    def release_sent(self) -> None:
-        """Free the memory of all that was sent."""
-        for key in list(self._sent):
-            self._free_memory(key)
-
-    def release(self, buffer: Tensor) -> None:
-        """Free the memory of what was sent to this buffer."""
-        if id(buffer) in self._sent:
-            self._free_memory(id(buffer))
-
-    def fetch(self, buffer: Tensor) -> Arriving:
-        """Start the copy back, unless the memory is still there."""
-        if id(buffer) in self._sent:
-            return Arriving(self._sent[id(buffer)][0], _nothing)
-        if self._module is None:
-            return Arriving(buffer.clone(), _nothing)
-        compute = self._module.current_stream(self._device)
-        memory = torch.empty(len(buffer), dtype=torch.uint8, device=self._device)
-        self._stream.wait_stream(compute)  # which may still use what was there before
-        with self._module.stream(self._stream):
-            memory.copy_(buffer, non_blocking=True)
-            event = self._stream.record_event()
-        return Arriving(memory, lambda: event.wait(self._module.current_stream(self._device)))
-
-    def give_back(self, buffer: Tensor) -> None:
-        """Use the buffer for other copies from now on."""
-        self.release(buffer)
-        self._free.setdefault(len(buffer), []).append(buffer)
-
-    def _free_memory(self, key: int) -> None:
-        """Free memory once it is copied: what the computation does next with it comes after the copy."""
-        _, event = self._sent.pop(key)
-        event.wait(self._module.current_stream(self._device))
-
-    def _buffer(self, size: int) -> Tensor:
-        free = self._free.get(size)
-        return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=self._module is not None)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _is_of_weight(tensor: Tensor) -> bool:
