@@ -170,7 +170,7 @@ def test_a_second_call_for_the_same_blocks_is_refused(mode: Any) -> None:
     for other in (model, copy.deepcopy(model)):
         with pytest.raises(lockstep.ConfigError, match=message):
             lockstep.checkpoint_activations(other)
-        with pytest.raises(lockstep.ConfigError, match=r"with blocks\.0\.attention a part of it would be computed thr"):
+        with pytest.raises(lockstep.ConfigError, match=r"blocks\.0 is computed again already"):
             lockstep.checkpoint_activations(other, Attention)
 
 
@@ -180,9 +180,7 @@ def test_a_second_call_may_be_for_other_modules() -> None:
     lockstep.checkpoint_activations(model, SwiGLU)
     lockstep.checkpoint_activations(once, [Attention, SwiGLU])
     assert held_for_the_backward(model) == held_for_the_backward(once)
-    with pytest.raises(
-        lockstep.ConfigError, match=r"blocks\.0\.attention is computed again already.* with blocks\.0 a"
-    ):
+    with pytest.raises(lockstep.ConfigError, match=r"blocks\.0\.attention is computed again already"):
         lockstep.checkpoint_activations(model)
 
 

@@ -10,9 +10,8 @@ Experts of the transformers library stay fp32: autocast doesn't know their group
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lockstep.engine.dry_run import unchanged
+from lockstep.engine.dry_run import quiet_fakes, unchanged
 from lockstep.engine.eager import call
 from lockstep.engine.placeholders import shadowed
 
@@ -61,7 +60,7 @@ def cast_weights(
     mode: Any = detect_fake_mode([*model.parameters(), *model.buffers(), *tree_leaves(inputs)])
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with mode, muted(), _quiet(), torch.random.fork_rng([]), unchanged(model):
+        with mode, muted(), quiet_fakes(), torch.random.fork_rng([]), unchanged(model):
             stand_ins = list(_stand_ins(model, device, names, watch))
             given = tree_map(lambda value: _fake(value, device) if isinstance(value, Tensor) else value, inputs)
             autocast = torch.autocast(device.type, dtype=dtype, cache_enabled=False)
@@ -70,17 +69,6 @@ def cast_weights(
     except Exception:  # a model may read values, which fake tensors don't have
         watch.cast = set()
     return frozenset((watch.cast | _cast_by_class(model, names)) - watch.kept)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Drop what torch logs of an operator that fails on fake tensors."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = disabled
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

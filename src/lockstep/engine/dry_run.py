@@ -5,6 +5,7 @@ Dropout is left out: random differences mean nothing.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,17 @@ def dry_run(model: nn.Module, device: torch.device) -> Iterator[Callable[[], boo
     """
     with unchanged(model), replayed_draws(device) as drawn, _no_dropout(), _full_precision():
         yield drawn
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Drop what torch logs of an operator that fails on fake tensors."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = disabled
 
 
 @contextmanager

@@ -6,7 +6,6 @@ but not into whole heads.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.distributed.shard_boxes import as_shard_of, is_sharded, local_tensor
-from lockstep.engine.dry_run import dry_run, entered_modules, outputs_of_modules
+from lockstep.engine.dry_run import dry_run, entered_modules, outputs_of_modules, quiet_fakes
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
@@ -88,17 +87,13 @@ class TensorCheck:
         """
         chosen, evaluated, whole = self._observe_whole([partial(forward, batch) for batch in batches])
         sharded = _Observed(whole=False)
-        torch_log = logging.getLogger("torch._subclasses.fake_tensor")  # shows a failed product at length, on each rank
-        was_disabled, torch_log.disabled = torch_log.disabled, True
         try:
-            with dry_run(self.model, self.device):
+            with quiet_fakes(), dry_run(self.model, self.device):
                 self._observe(chosen, evaluated, sharded)
         except Failure:
             raise
         except Exception as error:  # on all ranks alike
             raise _refused(_failure(sharded.inside, error)) from error
-        finally:
-            torch_log.disabled = was_disabled
         differences = self.world.gather(self._difference(whole, sharded))
         first = next((item for item in differences if isinstance(item, str)), None)
         if first is not None:

@@ -64,7 +64,6 @@ def shard(context: ShardingContext) -> None:
             raise ConfigError(Problem("", "parallel.strategy", why))
     refuse_other_than_fp32(model.named_parameters(), "parallel.strategy", "fsdp keeps parameters")
     names = units(model, options, context.blocks)
-    _refuse_selective_around(context.selective, names, options)
     mesh = _device_mesh(context.position, options, context.world.device)
     by_rows = OPTIMIZERS[context.config.optim.name].whole_matrices  # it exchanges rows
     arguments: dict[str, Any] = {
@@ -249,22 +248,6 @@ def _collective_order(context: ShardingContext) -> CollectiveOrder | NegotiatedO
 
 
 # --- sharding -----------------------------------------------------------------------------------------------------
-
-
-def _refuse_selective_around(selective: Sequence[str], names: Sequence[str], options: FSDP) -> None:
-    """Raise ConfigError: torch's selective checkpointing (2.13) fails where a gather is repeated inside a block."""
-    remedies = {"FULL_SHARD": "SHARD_GRAD_OP", "HYBRID_SHARD": "_HYBRID_SHARD_ZERO2"}
-    gathered_once = remedies.get(options.sharding_strategy)
-    pairs = ((block, name) for name in names for block in selective if name.startswith(f"{block}."))
-    block, inner = next(pairs, (None, None))
-    if gathered_once is None or inner is None:
-        return
-    why = (
-        f"selective, but {inner} is in {block} and is gathered apart from it, and again when {block} is computed "
-        "again, which torch's selective checkpointing doesn't support; set mode: full, parallel.fsdp.wrap: blocks, or "
-        f"parallel.fsdp.sharding_strategy: {gathered_once}"
-    )
-    raise ConfigError(Problem("", "memory.activation_checkpointing.mode", why))
 
 
 def _mesh(position: MeshPosition, options: FSDP) -> Mesh:

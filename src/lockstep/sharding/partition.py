@@ -56,6 +56,7 @@ class ModelPartition:
         self._ends = ends
         self._device = device
         self._shared = frozenset(shared) if ends.size > 1 else frozenset()
+        self._partial = frozenset() if tensor_group is None else tensor_group.partial
         self._own = {*dict(model.named_parameters()), *dict(model.named_buffers()), *model.state_dict()}
 
     @property
@@ -78,12 +79,12 @@ class ModelPartition:
 
     def sums(self, name: str) -> bool:
         """Return whether `reduce_shared` sums the gradient of this parameter."""
-        return name in self._shared or (self._tensor_group is not None and name in self._tensor_group.partial)
+        return name in self._shared or name in self._partial
 
     @property
     def sums_gradients(self) -> bool:
         """True if `reduce_shared` has gradients to sum."""
-        return bool(self._shared) or (self._tensor_group is not None and bool(self._tensor_group.partial))
+        return bool(self._shared or self._partial)
 
     def reduce_shared(self, gradients: Mapping[str, Tensor]) -> None:
         """Sum, in place, the gradients of parameters that both ends hold, or that are partial in the tensor group.
@@ -94,7 +95,7 @@ class ModelPartition:
         shared = [gradients[name] for name in sorted(self._shared & gradients.keys())]
         sum_in_buckets(shared, self._ends, self._device)
         if self._tensor_group is not None:
-            partial = [gradients[name] for name in sorted(self._tensor_group.partial & gradients.keys())]
+            partial = [gradients[name] for name in sorted(self._partial & gradients.keys())]
             sum_in_buckets(partial, self._tensor_group.axis, self._device)
 
     @torch.no_grad()

@@ -71,16 +71,16 @@ class SimulatedGroup(dist.ProcessGroup):
         return BACKENDS[self.device_type]
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
-        self._issue("all_reduce", tensors)
-        for tensor in tensors:
-            self._sum(tensor, options)
-        return _done(tensors)
+        return self._reduce("all_reduce", tensors, options)
 
     def allreduce_coalesced(self, tensors: Any, options: Any = None) -> Any:
-        return self.allreduce(tensors, options)
+        return self._reduce("all_reduce", tensors, options)
 
     def reduce(self, tensors: Any, options: Any = None) -> Any:
-        self._issue("reduce", tensors)
+        return self._reduce("reduce", tensors, options)
+
+    def _reduce(self, name: str, tensors: Any, options: Any) -> Any:
+        self._issue(name, tensors)
         for tensor in tensors:
             self._sum(tensor, options)
         return _done(tensors)

@@ -24,7 +24,7 @@ from lockstep.data.sources import PreparedSource
 from lockstep.distributed.rng import seed_everything
 from lockstep.models.attention_masks import decide_masks, without_full_mask
 from lockstep.models.build import build_meta_model, build_model, parameter_facts, sketch_model
-from lockstep.models.building_objectives import coupling, lone_samples
+from lockstep.models.building_objectives import coupling
 from lockstep.models.model_tensors import model_tensors
 from lockstep.models.objectives import ClassifierLoss, TargetLoss
 from lockstep.models.parameters import refuse_parameters
@@ -198,7 +198,6 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
         model = build_model(config.model, source.facts, seed, trust_remote_code=trust)
     refuse_parameters(model, ELEMENT_BYTES)
     plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
-    plan = replace(plan, warnings=(*plan.warnings, *lone_samples(model, plan)))
     pretrained = match_initial_weights(model, config.model)
     if pretrained is not None:
         plan = replace(plan, warnings=(*plan.warnings, *pretrained.notes()))

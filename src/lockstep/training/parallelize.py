@@ -195,7 +195,6 @@ def parallelize(
         world,
         position(),
         blocks=blocks if stages is None else stages.blocks,
-        selective=recomputed.selective(model) if recomputed is not None else (),
         partition=partition_of(model, whole.tensors, position(), stages, tensor, device),
         optimizer=optimizer,
         squared_norm=partial(squared_norm, device=world.device),

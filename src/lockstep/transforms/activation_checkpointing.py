@@ -184,10 +184,6 @@ class RecomputeBlocks(Transform):
         names = [name for name, module in model.named_modules() if name and type(module).__name__ in wanted]
         return names[:: self._options.every]
 
-    def selective(self, model: nn.Module) -> list[str]:
-        """Return the names of the modules that torch's selective checkpointing computes again."""
-        return self.chosen(model) if self._options.mode == "selective" else []
-
 
 def refuse(reason: str | None) -> None:
     """Raise ConfigError if there is a reason."""
@@ -211,16 +207,11 @@ def _inside_of_another(chosen: Sequence[str]) -> str | None:
 
 def _already(model: nn.Module, chosen: Sequence[str]) -> str | None:
     """Return the message that a block, a module around it or a module inside it was replaced before."""
-    before = [name for name, module in model.named_modules() if "_computed_again" in vars(module)]
+    before = [f"{name}." for name, module in model.named_modules() if "_computed_again" in vars(module)]
     for name in chosen:
         for other in before:
-            if name == other:
-                return f"{name} is computed again already, by an earlier call; leave one of the two out"
-            if name.startswith(f"{other}.") or other.startswith(f"{name}."):
-                return (
-                    f"{other} is computed again already, by an earlier call, and with {name} a part of it would be "
-                    "computed three times; leave one of the two out"
-                )
+            if f"{name}.".startswith(other) or other.startswith(f"{name}."):
+                return f"{other[:-1]} is computed again already, by an earlier call; leave one of the two out"
     return None
 
 
