@@ -137,6 +137,5 @@ def _cast_by_class(model: nn.Module, names: dict[int, str]) -> set[str]:
 
 
 def _is_product(module: nn.Module) -> bool:
-    """Return whether the module's forward is one of torch's products."""
     forward = type(module).forward
     return any(forward is product.forward for product in _PRODUCTS)

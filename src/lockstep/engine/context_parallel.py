@@ -170,7 +170,6 @@ def _padded_before(batch: Batch) -> Batch | None:
 def _first_different(
     whole: Mapping[str, Tensor], divided: Mapping[str, Tensor], division: SequencePartition
 ) -> str | None:
-    """Return the first module whose outputs differ at real tokens; None: none do, within their lowest precision."""
     tolerance = max((_TOLERANCE[part.dtype] for part in divided.values()), default=0.0)
     for name, part in divided.items():
         expected = whole.get(name)
@@ -202,7 +201,6 @@ def _without_padding(outputs: Tensor, dim: int, division: SequencePartition, rea
 
 
 def _without_mask(inputs: Inputs, length: int) -> tuple[Inputs, Tensor | None]:
-    """Return the inputs without the mask of real tokens, [B, T], and the mask."""
     mask = None if isinstance(inputs, tuple) else inputs.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != length:
         return inputs, None
@@ -224,13 +222,10 @@ class ContextEngine:
         return self._engine.losses
 
     def check(self, batch: Batch, axis: Axis) -> None:
-        """Compare the model's forward under context parallelism with that on whole sequences. All ranks together.
-
-        They are compared module by module, without autocast.
+        """Compare the model's forward on divided sequences with that on whole ones. All ranks (`axis`) together.
 
         Args:
             batch: A few samples; the first positions of their sequences are used.
-            axis: All ranks, which share their results.
 
         Raises:
             ConfigError: A module's output at a position depends on positions that it doesn't see.
@@ -280,7 +275,6 @@ class ContextEngine:
         return None
 
     def _different(self, batch: Batch, axis: Axis) -> str | None:
-        """Return the first module that differs, on the first rank that has one."""
         model = self._divider.model
         with torch.no_grad(), unchanged(model), outputs_of_modules(model) as whole:
             call(model, batch.inputs)

@@ -71,7 +71,6 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that user code keeps in a module, and its mode."""
     return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
 

@@ -190,7 +190,6 @@ def sums_of_outputs(objective: EvaluatedObjective, outputs: object, batch: Batch
 
 
 def _numbers(sums: object) -> Iterator[tuple[str, Tensor]]:
-    """Yield the sums of an objective as 0-dim tensors. Raises ConfigError for what can't be added up."""
     if not isinstance(sums, Mapping):
         why = f"metric_sums returned a {type(sums).__name__}; return a mapping of names to sums"
         raise ConfigError(Problem("", "objective", why))

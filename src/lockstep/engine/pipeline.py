@@ -179,7 +179,6 @@ class PipelineEngine:
             return self._stages.run(stage, activation if stage else None, batch.inputs)
 
     def _sync_context(self) -> AbstractContextManager[object]:
-        """Return the context of a backward that computes gradients of weights."""
         self._backwards -= 1
         return self._step.sync_context(self._backwards == 0)
 

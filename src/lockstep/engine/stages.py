@@ -278,8 +278,6 @@ class PartitionedModel:
         check.end()
 
     def _first_input(self, inputs: Inputs) -> Tensor:
-        """Return a tensor of the shape and precision of the first block's input."""
-
         def handle(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise _Abandoned(first_argument(args, kwargs))
 
@@ -353,7 +351,6 @@ class PartitionedModel:
 
     @contextmanager
     def _handling(self, handler: Handler, refused: frozenset[Side | None] = frozenset()) -> Iterator[None]:
-        """Run a forward in which `handler` replaces each block's call."""
         assert self._handler is None, "one forward runs at a time"
         self._handler = handler
         self._mode.refused_sides = refused
@@ -420,7 +417,6 @@ def _spec(output: object, name: str) -> ActivationSpec:
 
 
 def _form(output: Any, name: str) -> str | int:
-    """Return "tensor", or the length of the tuple whose first item is the only tensor."""
     if isinstance(output, Tensor):
         return "tensor"
     if isinstance(output, tuple) and output and isinstance(output[0], Tensor):

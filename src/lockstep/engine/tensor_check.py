@@ -43,15 +43,7 @@ _NOISE = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.
 
 @dataclass(slots=True)
 class _Observed:
-    """Observations of a forward and its gradients.
-
-    Attributes:
-        whole: Whether it was computed with whole weights.
-        weighted: A number that depends on each element of the outputs.
-        dtypes: Precisions of the modules' outputs.
-        gradients: By parameter, some elements of this rank's part of the gradient, then its norm.
-        inside: Names of the modules that a forward was in when it failed, from outside in.
-    """
+    """Observations of a forward and its gradients: some elements of each, then its norm; `inside`: where it failed."""
 
     whole: bool
     weighted: float = 0.0
@@ -100,7 +92,6 @@ class TensorCheck:
             raise _refused(first)
 
     def _observe_whole(self, forwards: Sequence[_Forward]) -> tuple[_Forward, bool, _Observed]:
-        """Return the first forward that works, whether it is an evaluation's, and its observations."""
         *short, last = forwards
         for forward in short:
             try:
@@ -181,7 +172,6 @@ def _refused(why: str) -> ConfigError:
 
 
 def _weighted_sum(outputs: object) -> Tensor:
-    """Return a number that depends on each element of the outputs and its position."""
     if is_dataclass(outputs):
         outputs = [getattr(outputs, item.name) for item in fields(outputs)]
     leaves = tree_leaves(dict(outputs) if isinstance(outputs, Mapping) else outputs)
@@ -216,7 +206,6 @@ def _is_near(expected: Tensor, other: Tensor, tolerance: float, noise: float = 0
 def _first_different(
     whole: Mapping[str, Tensor], divided: Mapping[str, Tensor], tolerance: float, noise: float
 ) -> str | None:
-    """Return the parameter of the first gradient that differs, on the way back."""
     noise *= max((float(item[-1]) for item in whole.values()), default=0.0)
     for name, expected in whole.items():
         other = divided.get(name, torch.zeros_like(expected))

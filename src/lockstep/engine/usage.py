@@ -41,9 +41,7 @@ class Use(NamedTuple):
 
 @torch.no_grad()
 def sides_of_use(model: nn.Module, blocks: Sequence[str], inputs: Inputs) -> Use:
-    """Return the side on which each parameter is used.
-
-    Parameters that are used on both sides, or not in this forward, are left out.
+    """Return the side on which each parameter is used; those used on both, or not in this forward, are left out.
 
     Args:
         model: On the CPU, perhaps without values; whole.
@@ -85,15 +83,7 @@ def _few_tokens(inputs: Inputs) -> Inputs:
 
 
 class _UseTracker:
-    """Tracks where a forward is, and which parameters it uses there.
-
-    Args:
-        kinds: Each block's kind.
-
-    Attributes:
-        used: The sides on which each parameter was used; None: between blocks.
-        given, outputs: See `Use`.
-    """
+    """Tracks on which side of the blocks a forward is (None: between them), and which parameters it uses there."""
 
     def __init__(self, kinds: Sequence[Hashable]) -> None:
         self._kinds = kinds
@@ -143,7 +133,6 @@ class _TrackedZeros(Tensor):
 
 
 def _stand_ins(model: nn.Module, tracker: _UseTracker) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield zeros for parameters, and for buffers without values."""
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:

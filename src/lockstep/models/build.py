@@ -126,7 +126,6 @@ def _rule_of(section: OwnModel) -> RuleOf:
 
 
 def _size(key: str, what: str, configured: int | None, in_data: int | None) -> int:
-    """Return the configured number, or the data's; never fewer than the data has."""
     number = configured if configured is not None else in_data
     if number is None:
         raise ConfigError(Problem("", f"model.{key}", f"the data doesn't determine the number of {what}; set it"))

@@ -68,8 +68,7 @@ def build_objective(
 
     Args:
         head: The head of a model of the transformers library.
-        aligned: Next-token targets are aligned with the input tokens and have to be shifted; otherwise they are the
-            next tokens already.
+        aligned: Next-token targets are aligned with the input tokens and have to be shifted.
 
     Raises:
         ConfigError: The objective doesn't fit the model.
@@ -123,9 +122,8 @@ def repeats_inputs(batch: Batch) -> bool:
 def adapt_objective(objective: object) -> EvaluatedObjective:
     """Return the objective for a user's object, from the Python API or a config.
 
-    Args:
-        objective: An object with `count` and `loss_sum`; a loss module or function of torch, called with (outputs,
-            batch.targets); or a function (outputs, batch) -> sum of losses, with one target a sample.
+    It is an object with `count` and `loss_sum`; a loss module or function of torch, called with (outputs,
+    batch.targets); or a function (outputs, batch) -> sum of losses, with one target a sample.
 
     Raises:
         ConfigError: It is none of these, or the count that a loss of torch divides by is unknown.

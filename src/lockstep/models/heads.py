@@ -127,7 +127,6 @@ def taking_targets(module: nn.Module) -> Prepare | None:
 
 
 def _with_targets(name: str, parameters: list[str], batch: Batch) -> Batch:
-    """Add the targets to the inputs, under the forward's name for them."""
     if batch.targets is None or (isinstance(batch.inputs, Mapping) and name in batch.inputs):
         return batch
     inputs = batch.inputs
@@ -173,7 +172,6 @@ def _named(model: Any, registries: tuple[str, ...]) -> bool:
 
 
 def _names(model: Any) -> list[str]:
-    """Return the names of the library's classes that the model inherits from; otherwise that of its class."""
     return [kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models")] or [
         type(model).__name__
     ]

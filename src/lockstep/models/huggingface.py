@@ -147,7 +147,6 @@ def _weights_by_name(section: HuggingFaceModel, sketch: Any, facts: DataFacts) -
 
 
 def _read(section: HuggingFaceModel) -> Weights:
-    """Return the tensors of `pretrained`, mapped from its files. Raises ConfigError."""
     assert section.pretrained is not None
     folder = Path(section.pretrained)
     if not folder.is_dir():
@@ -237,7 +236,6 @@ def _refuse_looking_ahead(section: HuggingFaceModel, config: Any) -> None:
 
 
 def _adopt_vocabulary(config: Any, overrides: Collection[str], facts: DataFacts) -> None:
-    """Give random weights as many tokens as the data has, unless more are configured."""
     if facts.vocabulary is None:
         return
     if "vocab_size" not in overrides:
@@ -286,7 +284,6 @@ def _from_config(section: HuggingFaceModel, config: Any, trust_remote_code: bool
 
 
 def _from_pretrained(section: HuggingFaceModel, config: Any, trust_remote_code: bool) -> tuple[Any, set[str]]:
-    """Return the model, and the names of the parameters that the weights lack."""
     weights = _read(section)
     model, report = _auto_class(section).from_pretrained(
         section.pretrained,
@@ -308,7 +305,6 @@ def _from_pretrained(section: HuggingFaceModel, config: Any, trust_remote_code: 
 
 
 def _resets(model: Any, names: Collection[str]) -> dict[str, Callable[[], object]]:
-    """Return transformers' rules for the modules that own the named parameters."""
     from transformers import PreTrainedModel
 
     owners = {name.rpartition(".")[0] for name in names}
@@ -337,7 +333,6 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Mute transformers within the block; raise ConfigError if it isn't installed."""
     try:
         import transformers  # noqa: F401
     except ModuleNotFoundError as error:

@@ -141,7 +141,6 @@ def resets_stay_in_blocks(module: nn.Module, resets: Resets, blocks: Sequence[st
 
 
 def _modules_by_block(module: nn.Module, blocks: Sequence[str]) -> list[list[str]]:
-    """Return the names of the modules of each block, then of the others, children first."""
     modules: dict[str | None, list[str]] = {block: [] for block in (*blocks, None)}
     for name, _ in children_first("", module):
         modules[next((block for block in blocks if f"{name}.".startswith(f"{block}.")), None)].append(name)
@@ -150,7 +149,6 @@ def _modules_by_block(module: nn.Module, blocks: Sequence[str]) -> list[list[str
 
 @contextmanager
 def _memory(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
-    """Give the parameters memory in all modules that hold them, within the block; yield their values by name."""
     holders = [
         (holder, own_name, name)
         for name, parameter in parameters.items()

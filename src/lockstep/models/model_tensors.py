@@ -53,13 +53,10 @@ class ModelTensors:
         self._refuse_reshaped(shapes, what)
 
     def refuse_incomplete_file(self, shapes: Mapping[str, Shape], left_out: Collection[str], what: str) -> None:
-        """Raise RunFailed if a published file lacks tensors of the model.
+        """Raise RunFailed if a published file, with tensors of these shapes, lacks some of the model's.
 
-        The library that writes it may rename, split or join tensors; then the numbers of elements must be equal.
-
-        Args:
-            shapes: Shapes of the file's tensors, by the file's names.
-            left_out: Names that the library never writes.
+        The library that writes it may rename, split or join tensors (then the numbers of elements must be equal), and
+        never writes those that are `left_out`.
         """
         names = {first: {first} for first in self.shapes}
         for other, first in self.tied.items():

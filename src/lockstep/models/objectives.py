@@ -47,8 +47,7 @@ class TargetLoss:
 
     Args:
         language: Targets are tokens, and metrics contain the perplexity.
-        shift: Targets are aligned with the input tokens (transformers' convention), and the logits of position t are
-            compared with target t + 1; otherwise targets are at the positions of their logits.
+        shift: Targets are aligned with the input tokens, so that the logits of position t belong to target t + 1.
         bytes_per_token: Mean length of a token's text; None if unknown.
     """
 
@@ -105,12 +104,8 @@ class TargetLoss:
 class ClassifierLoss:
     """The loss of a transformers classifier, whose targets are a class, several classes, or numbers.
 
-    The kind follows the library's rule: `problem` if it is set, otherwise numbers if there is one output, a class if
-    targets are integers, and several classes if they are floats.
-
-    Args:
-        labels: Number of outputs of the model for each sample.
-        problem: `problem_type` of its config.
+    The kind follows the library's rule: `problem_type` of its config if it is set, otherwise numbers if there is one
+    output, a class if targets are integers, and several classes if they are floats.
     """
 
     decomposes = True
@@ -281,7 +276,6 @@ def _metric_sums(logits: Tensor, targets: Tensor, label_smoothing: float) -> dic
 
 
 def _without_last_dim(targets: Tensor) -> Tensor:
-    """Return targets [samples, 1], which transformers also takes, as [samples]."""
     return targets.flatten() if targets.dim() == 2 and targets.shape[1] == 1 else targets
 
 

@@ -20,9 +20,7 @@ _SHARED = "are two parameters in one memory; assign one to both, or use first.we
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters whose qualified names match one of the patterns (`*`, `?`, `[...]`; `*` crosses dots).
-
-    A tied parameter is frozen under any of its names.
+    """Freeze the parameters whose qualified names, or other names of tied ones, match a pattern; `*` crosses dots.
 
     Raises:
         ConfigError: A pattern matches nothing, or nothing is left to train.
@@ -45,7 +43,6 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _no_match(pattern: str, names: list[str]) -> Problem:
-    """Return the problem; suggest the pattern for all of a module, or the closest names."""
     if whole := _matching(f"{pattern}.*", names):
         hint = f"did you mean {pattern + '.*'!r} ({len(whole)} parameters)?"
     elif near := difflib.get_close_matches(pattern, names, n=3, cutoff=0.3):
@@ -89,7 +86,6 @@ def refuse_parameters(model: nn.Module, dtypes: Collection[str]) -> None:
 
 
 def _kept(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield frozen parameters and saved buffers, by name."""
     yield from (pair for pair in model.named_parameters() if not pair[1].requires_grad)
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():

@@ -59,9 +59,6 @@ def construct_objective(target: str, arguments: Mapping[str, Any]) -> object:
     """Return the objective that a config names: from a user's file, a package, or a loss of torch by its name.
 
     Class weights of a loss of torch may be lists of numbers.
-
-    Raises:
-        ConfigError: As for `extensions.construct`.
     """
     name = f"torch.nn:{target}" if target in LOSSES else target
     kind = extensions.load("objectives", name, builtin=LOSSES)
@@ -115,9 +112,6 @@ def _refuse_function_of_targets(objective: object) -> None:
 
 class TorchLoss:
     """An objective with the value and the gradient of a loss module of torch, for any split of the samples.
-
-    Args:
-        loss: The module, which is copied. Outputs that are a mapping need the key `logits`.
 
     Raises:
         ConfigError: It takes more than outputs and targets, or the count it divides by is unknown.

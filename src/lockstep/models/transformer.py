@@ -139,13 +139,10 @@ class SwiGLU(nn.Module):
 
 
 def rotary_angles(places: Tensor, head_width: int, base: float) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [T, D], fp32, for `rotate`.
+    """Return cosines and sines [T, D], fp32, for `rotate` at these positions [T].
 
     Position t rotates pair i, (x[i], x[i + D/2]), by t * base^(-2i/D). They are computed in every forward (40 us), so
     that there is no buffer to move, to shard or to save.
-
-    Args:
-        places: The positions, [T] int64.
     """
     frequencies = base ** (torch.arange(0, head_width, 2, device=places.device, dtype=torch.float32) / -head_width)
     angles = torch.outer(places.float(), frequencies)
@@ -213,17 +210,12 @@ def rule_of(layers: int, name: str, tensor: Tensor) -> Rule:
 
 
 def flops_per_token(module: nn.Module, facts: DataFacts) -> float | None:
-    """Return the floating-point operations of forward and backward for each token.
+    """Return the floating-point operations of forward and backward for each token; None if they aren't known.
 
     6 N + 12 sum over layers of W T (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B), for N weights in matrix
-    products (an output head is included, tied or not; embeddings, biases and norms aren't), attention of width W (heads
-    times their width), and T tokens of a sample, or of a layer's sliding window. Of experts, N has those that a token
-    goes through. Recomputation is not counted, nor is causality. A frozen weight counts 4 instead of 6; if samples
-    differ in length, the second term is left out.
-
-    Returns:
-        None for a model that is neither a `Transformer` nor a text model of the transformers library, that has an
-        encoder and a decoder, or experts of which a token uses an unknown number.
+    products (with the output head), attention of width W, and T tokens of a sample, or of a layer's sliding window. Of
+    experts, N has those that a token goes through. Neither recomputation nor causality counts; a frozen weight counts
+    4.
     """
     shape = _attention_widths(module)
     used = _share_of_experts(module)

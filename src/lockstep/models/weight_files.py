@@ -49,13 +49,7 @@ _SMALL = 2**25  # bytes that any file may unpack to
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The tensors of a file or folder.
-
-    Attributes:
-        place: The file or folder that was read.
-        tensors: Dense tensors on the CPU, by name.
-        skipped: Keys of other values in the files.
-    """
+    """The dense tensors of a file or folder, on the CPU, by name; and the keys of other values, which are skipped."""
 
     place: Path
     tensors: Mapping[str, Tensor]
@@ -163,7 +157,6 @@ def _refuse_damaged(file: Path) -> None:
 
 
 def _read_sharded(index: Path) -> TensorsAndOthers:
-    """Read all files of an index, which must be in its folder."""
     try:
         if index.stat().st_size > _MOST_INDEX:
             raise ConfigError(f"{index} has {index.stat().st_size:,} bytes, too many for an index")
@@ -209,7 +202,7 @@ def read_torch(file: Path, stand_ins: Mapping[str, type] = MappingProxyType({}),
 
     Args:
         stand_ins: Replacements for classes of other programs, by their full names.
-        remedy: The remedy if more has to be unpickled; None: how to convert it to a file of tensors.
+        remedy: What to do if more has to be unpickled; None: convert it to a file of tensors.
 
     Raises:
         ConfigError: It isn't such a file, is damaged, or needs more than tensors and classes with stand-ins.
@@ -272,7 +265,6 @@ def _converted(file: Path) -> Path:
 
 
 def _first_bytes(file: Path) -> str | None:
-    """Return a description of a file that isn't whole, or not by torch.save; None for both of its formats."""
     with file.open("rb") as opened:
         first = opened.read(8)
     if zipfile.is_zipfile(file) or first.startswith(_OLDER):
@@ -297,8 +289,8 @@ def model_in(file: Path, content: object, key: str | None = None) -> TensorsAndO
     """Return the tensors of a model in the file's content, and the keys of all other values.
 
     Args:
-        key: Where they are, with dots between nested keys; None: at the top, under one of the usual keys, or under
-            the only key that has tensors by name.
+        key: Where they are, with dots between nested keys; None: at a usual place, or the only one with tensors by
+        name.
 
     Raises:
         ConfigError: It has no tensors by name, or several models.
@@ -330,7 +322,6 @@ def model_in(file: Path, content: object, key: str | None = None) -> TensorsAndO
 
 
 def _nest(file: Path, content: Mapping[Any, Any]) -> str | None:
-    """Return the key of the model among the values; None if they are its tensors."""
     usual = next((key for key in _NESTS if isinstance(content.get(key), Mapping) and content[key]), None)
     if usual is not None or any(isinstance(value, Tensor) and value.dim() for value in content.values()):
         return usual

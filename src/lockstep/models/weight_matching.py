@@ -99,13 +99,10 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 @dataclass(frozen=True, slots=True)
 class WeightMatch:
-    """The match of weights with a model.
+    """The match of weights in a file or folder with a model.
 
     Attributes:
-        place: File or folder of the weights.
-        pairs: Slots and their tensors.
         missing: Slots without a tensor.
-        reshaped: Slots whose tensor has another shape.
         unexpected: Tensors of the file without a slot, by name.
         prefix: A prefix of all names of the file, and of none of the model's.
         unread: Other values of the file, and files beside it.
@@ -213,7 +210,6 @@ def _check(place: Path, slot: Slot, tensors: Sequence[Tensor]) -> None:
 
 
 def _equal(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether the tensors are bitwise identical, NaN included."""
     if tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride():
         return True
     return torch.equal(tensor.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
@@ -223,7 +219,6 @@ def _equal(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _match_names(model_names: Collection[str], file_names: Collection[str]) -> tuple[dict[str, str], str]:
-    """Return the file's name for each of the model's names that it contains, and the prefix of the file's names."""
     matches = {name: name for name in model_names if name in file_names}
     others = [name for name in file_names if name not in matches]
     counts = Counter(map(_unwrapped, others))  # two names that only differ in wrappers don't match
@@ -264,7 +259,6 @@ def _prefix(model_names: Collection[str], file_names: Collection[str]) -> str:
 
 
 def _nearest(missing: Sequence[str], unexpected: Collection[str]) -> str:
-    """Return the unexpected names that are closest to missing ones."""
     pairs = []
     for name in missing[:_SHOWN]:
         near = difflib.get_close_matches(name, unexpected, n=1, cutoff=0.75)

@@ -74,12 +74,9 @@ def _summed(values: Sequence[tuple[Tensor, ...]], shards: RowShards | None) -> S
 
 
 class _Update:
-    """The update of one parameter, of which this rank may have some rows.
+    """The update of one parameter, of which this rank may have rows; `shape` is the whole one's.
 
-    Its gradient is replaced by what is to be subtracted from it, but for the weight decay.
-
-    Args:
-        shape: The shape of the whole parameter.
+    It overwrites the gradient.
     """
 
     def __init__(

@@ -33,12 +33,9 @@ Columns = tuple[Column, ...]
 
 
 def fused_adam(groups: Groups, betas: tuple[float, float], eps: float, *, decoupled: bool) -> FusedOptimizer:
-    """Return Adam or, if `decoupled`, AdamW.
+    """Return Adam or, if `decoupled`, AdamW, over torch's groups with `lr_scale`; all parameters are on one device.
 
     Kingma & Ba 2015, arXiv:1412.6980; Loshchilov & Hutter 2019, arXiv:1711.05101.
-
-    Args:
-        groups: torch's, with `lr`, `lr_scale` and `weight_decay`; all parameters on one device.
     """
     rule = torch.optim.AdamW if decoupled else torch.optim.Adam
     kernel = kernels.fused_adamw if decoupled else kernels.fused_adam
@@ -47,11 +44,7 @@ def fused_adam(groups: Groups, betas: tuple[float, float], eps: float, *, decoup
 
 
 def fused_sgd(groups: Groups, momentum: float, *, nesterov: bool) -> FusedOptimizer:
-    """Return SGD; with momentum as in torch: moment <- momentum x moment + gradient.
-
-    Args:
-        groups: As for `fused_adam`.
-    """
+    """Return SGD over groups as of `fused_adam`; with momentum as in torch: moment <- momentum x moment + gradient."""
     sgd = torch.optim.SGD(groups, momentum=momentum, nesterov=nesterov, fused=True)
     return FusedOptimizer(sgd, lambda group, parameters: _SGDCall(group, parameters, sgd))
 
@@ -166,7 +159,6 @@ class _AdamCall:
         )
 
     def _count(self, steps: Column, found_inf: Tensor | None) -> None:
-        """Add 1 to these step counts, unless the update is discarded."""
         increment = 1.0 if found_inf is None else 1.0 - found_inf
         if len(steps) < len(self.parameters):
             torch._foreach_add_(steps, increment)
@@ -201,7 +193,6 @@ class _SGDCall:
 
 
 def _states(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], entries: tuple[str, ...]) -> Columns:
-    """Return the state of these entries, a list each; made as zeros where the optimizer has none."""
     for parameter in parameters:
         for entry in entries:
             if entry not in optimizer.state[parameter]:
@@ -210,7 +201,6 @@ def _states(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], en
 
 
 def _present(grads: Column, columns: Columns) -> tuple[Column, Columns]:
-    """Return the gradients that exist, and their columns."""
     present = [index for index, grad in enumerate(grads) if grad is not None]
     return [grads[index] for index in present], tuple([column[index] for index in present] for column in columns)
 

@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 def parameter_groups(
     named_parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim, planned: Sequence[Grouping] | None = None
 ) -> list[dict[str, Any]]:
-    """Return the trainable parameters in groups that any torch optimizer takes.
-
-    Each group has `names`, in the order of its `params`, and `lr_scale`, the factor of the run's learning rate; `lr`
-    is the peak.
+    """Return the trainable parameters in groups that any torch optimizer takes, with `names` and the factor `lr_scale`.
 
     Args:
         planned: Groups of the whole model, if these are only some of its parameters. Empty groups are kept, so that
@@ -67,10 +64,7 @@ def user_groups(groups: list[dict[str, Any]], optim: Optim) -> list[dict[str, An
 
 
 def settle_user_settings(optimizer: torch.optim.Optimizer, optim: Optim) -> Optim:
-    """Set `lr_scale` and `weight_decay` in the groups of a user's optimizer.
-
-    Returns:
-        The section with the peak learning rate and the weight decay that are used.
+    """Set `lr_scale` and `weight_decay` in the groups of a user's optimizer; return the section with the values used.
 
     Raises:
         ConfigError: The optimizer and the config set different values.
@@ -91,7 +85,6 @@ def settle_user_settings(optimizer: torch.optim.Optimizer, optim: Optim) -> Opti
 
 
 def _user_value(optimizer: torch.optim.Optimizer, optim: Optim, name: str) -> float | None:
-    """Return the value that the optimizer was made with; None if it is its class's default."""
     if name not in optimizer.defaults:
         return None
     own, configured = float(optimizer.defaults[name]), float(getattr(optim, name))

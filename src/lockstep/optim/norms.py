@@ -20,14 +20,10 @@ _ROW = 1_024
 
 
 def squared_norm(grads: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """Return the sum of the squares of all elements of all tensors.
+    """Return the sum of the squares of all elements of all tensors: 0-dim, fp32, or fp64 if one of them is.
 
     Args:
-        device: Where the result is needed: ranks sum their norms there, also one that has no gradient, or keeps its
-            gradients on the host. None: on the gradients' device.
-
-    Returns:
-        0-dim, in fp32 also for lower precisions (fp64 if one of them is).
+        device: Where the result is needed; None: on the gradients' device.
     """
     if not grads:
         return torch.zeros((), device=device)
@@ -51,15 +47,10 @@ def _squared_norm(grads: Sequence[Tensor]) -> Tensor:
 
 
 def clip_divisor(norm: float | Tensor, clip_norm: float | None, loss_scale: float | Tensor) -> float | Tensor:
-    """Return the divisor of a gradient: the loss scale times the factor by which its norm exceeds `clip_norm`.
+    """Return the divisor of a gradient: the loss scale times max(1, (norm + 1e-6) / clip_norm).
 
-        gradient / divisor = gradient / loss_scale x min(1, clip_norm / (norm + 1e-6))
-
-    as in `torch.nn.utils.clip_grad_norm_`, but without a pass over the gradients.
-
-    Args:
-        norm: Norm of the unscaled gradient before clipping. If it isn't finite, the divisor is meaningless.
-        clip_norm: None: never clip.
+    As in `torch.nn.utils.clip_grad_norm_`, but without a pass over the gradients. `norm` is that of the unscaled
+    gradient.
     """
     if clip_norm is None:
         return loss_scale

@@ -80,7 +80,7 @@ def build_optimizer(
 
     Args:
         shards: How ranks hold the parameters, of which the groups have this rank's rows; None: they are whole.
-        compute: As `resolve_compute` returns it; None: fp32.
+        compute: As `resolve_compute` returns it.
 
     Raises:
         ConfigError: The model has no matrices for muon to update.
@@ -158,8 +158,6 @@ def custom_optimizer(optim: Optim) -> Callable[[Groups], torch.optim.Optimizer] 
 def adapt_optimizer(torch_optimizer: torch.optim.Optimizer, optim: Optim) -> tuple[Optimizer, Optim]:
     """Return a user's torch optimizer, made from groups of `parameter_groups` or from parameters; and its settings.
 
-    The run's schedule sets the learning rate of every group: its rate times the group's `lr_scale` (default: 1).
-
     Raises:
         ConfigError: It isn't a torch optimizer, needs a closure or contradicts the config.
     """
@@ -198,11 +196,7 @@ class CombinedOptimizer(Optimizer):
 
 
 def _muon(optim: Optim, groups: Groups, shards: RowShards | None, compute: torch.dtype | None) -> Optimizer:
-    """Return Muon (Jordan et al. 2024) for the hidden matrices and AdamW for the rest.
-
-    Muon's steps are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982, section 2.2), so that one
-    learning rate fits both.
-    """
+    """Return Muon for the hidden matrices, scaled to AdamW's steps (arXiv:2502.16982, section 2.2); AdamW for the rest."""
     hidden, rest = _split(groups)
     if not hidden:
         raise ConfigError(

@@ -51,9 +51,9 @@ def autocast_context(
     """Return a factory of autocast contexts for a forward; for fp32 of one that does nothing, at no cost.
 
     Args:
-        keeps_casts: Whether autocast keeps its copy of each weight until a training forward ends, for weights that are
-            used twice. Elsewhere it doesn't: where no backward follows, or blocks are computed again, the copies of the
-            whole model would be all that exists at once.
+        keeps_casts: Keep a copy of each weight until a training forward ends, for weights that are used twice. Without
+        a
+            backward, or where blocks are computed again, the copies would be all that exists at once.
     """
     if dtype is None:
         return lambda: NO_CONTEXT
@@ -89,15 +89,10 @@ class LossScaler:
     """A dynamic loss scale, with the same sequence of values as `torch.amp.GradScaler`.
 
     It grows after `growth_interval` updates without overflow and shrinks after each update with one (Micikevicius et
-    al. 2018, arXiv:1710.03740, section 3.2).
-
-    On a GPU the scale is a tensor there, and the host never waits for it; elsewhere it is a float.
-
-    Args:
-        enabled: If not, the scale is always 1.0.
+    al. 2018, arXiv:1710.03740, section 3.2). On a GPU the scale is a tensor there, and the host never waits for it.
 
     Attributes:
-        scale: The factor of losses; 0-dim fp32 on a GPU. `update` doesn't change a value that was read before.
+        scale: The factor of losses, 1.0 if not `enabled`; 0-dim fp32 on a GPU, where `update` makes a new tensor.
     """
 
     def __init__(self, section: LossScale, *, enabled: bool, device: torch.device) -> None:

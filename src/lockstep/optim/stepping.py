@@ -41,13 +41,11 @@ def take_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
 
 
 class DeviceGatedOptimizer(Optimizer):
-    """An optimizer whose whole state is tensors on the parameters' device, made at the start.
-
-    On an accelerator the device decides whether an update is kept, and the host doesn't wait.
+    """An optimizer whose whole state is tensors on the parameters' device, which decides whether an update is kept.
 
     Args:
-        gated_step: makes the optimizer's step by kernels that change nothing if their argument, `found_inf` (0-dim
-            fp32 on the parameters' device), is 1; None: the update is kept. It may overwrite the gradients.
+        gated_step: makes the optimizer's step, which may overwrite gradients, but changes nothing if its argument,
+            `found_inf` (0-dim fp32 on the parameters' device), is 1; None: the update is kept.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, gated_step: Callable[[Tensor | None], None]) -> None:
@@ -144,7 +142,6 @@ def closure_refusal(kind: type[torch.optim.Optimizer]) -> str | None:
 
 
 def _prepare(optimizer: torch.optim.Optimizer, rate: float, divisor: float | Tensor) -> None:
-    """Divide the gradients and set the learning rates."""
     if isinstance(divisor, Tensor) or divisor != 1.0:
         grads: list[Any] = [parameter.grad for parameter in _with_gradient(optimizer)]
         if grads:
@@ -168,9 +165,7 @@ _OF_TORCH = frozenset({"state", "param_groups"})
 
 
 def own_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Return what the optimizer keeps neither in parameters nor in groups, live; {} if there is nothing.
-
-    An attribute that `state_dict` doesn't return isn't seen.
+    """Return what the optimizer keeps neither in parameters nor in groups, live, as far as `state_dict` returns it.
 
     Raises:
         RunFailed: A key of `state` is neither a parameter nor a string.

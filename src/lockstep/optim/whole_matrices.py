@@ -31,13 +31,11 @@ def replace_by_whole(
     shards: RowShards,
     dtype: torch.dtype,
 ) -> None:
-    """Replace this rank's rows of each matrix by those of `function`(the whole matrix). All ranks together.
+    """Replace this rank's rows of each named matrix by those of `function`(the whole matrix). All ranks together.
 
     Args:
-        function: Takes a matrix in `dtype`, which it may overwrite, and returns one of its shape and dtype.
-        parts: This rank's rows of each matrix.
-        names: The parameters that the matrices belong to.
-        dtype: In which matrices are sent.
+        function: Takes a matrix in `dtype`, in which it is sent, and may overwrite it; returns one of its shape and
+        dtype.
     """
     exchanges = [
         _Exchange(members, parts, names, shards, dtype)
@@ -81,10 +79,8 @@ def rounds(shapes: Sequence[tuple[int, ...]], ranks: int, element_bytes: int) ->
 class _Exchange:
     """The exchange of the matrices of a round.
 
-        sent        [this rank's rows of A, C | of B, D]        first those that rank 0 computes
-        received    [rows of A, C of rank 0 | of rank 1]        of the matrices that this rank computes
-
-    What is sent back has these layouts in the other order.
+    sent        [this rank's rows of A, C | of B, D]        first those that rank 0 computes
+    received    [rows of A, C of rank 0 | of rank 1]        of the matrices that this rank computes
     """
 
     def __init__(

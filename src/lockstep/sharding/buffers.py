@@ -232,7 +232,6 @@ class BufferSnapshot:
             torch._foreach_copy_(buffers, values)
 
     def _are_sources(self, buffers: Sequence[Any]) -> bool:
-        """Return whether these are the buffers that were copied, of the same shapes."""
         same = len(buffers) == len(self._sources) and all(map(operator.is_, buffers, self._sources))
         return same and _specs(buffers) == self._specs
 
@@ -246,7 +245,6 @@ def _parts(buffers: Sequence[Any]) -> list[Any]:
 
 
 def _groups(parts: Sequence[Any], copies: Sequence[Any], indices: Sequence[int] | None = None) -> list[list[int]]:
-    """Return the indices of parts into which their copies can be written, by device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index in range(len(parts)) if indices is None else indices:
         part, copy = parts[index], copies[index]
@@ -256,7 +254,6 @@ def _groups(parts: Sequence[Any], copies: Sequence[Any], indices: Sequence[int] 
 
 
 def _chosen(unless: Tensor, buffer: Any, copy: Any) -> Any:
-    """Return `copy` for a buffer that a forward made, unless it doesn't fit or isn't wanted."""
     if buffer is None or copy is None or is_sharded(buffer) or not _alike(buffer, copy):
         return buffer
     return torch.where(unless.to(buffer.device), buffer, copy)

@@ -130,7 +130,6 @@ class DDPStep(GradientStep):
         return without_gradient(self._model)
 
     def _refuse_unreduced(self) -> None:
-        """Raise ConfigError if this rank's backward left out parameters whose reduction other ranks wait for."""
         try:
             self._ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]  # torch does in the next forward, after the hang
         except RuntimeError as error:
@@ -266,13 +265,10 @@ BUILDER = Builder(build)
 
 
 class _Hook:
-    """Reduces a bucket of DDP, in the last micro-batch of an update.
+    """Reduces a bucket of DDP, in the last micro-batch of an update, while `active`.
 
-    DDP learns a static graph in the first backward that it synchronizes, which must be the first one of all (torch 2.13
-    asserts it). If that isn't the last micro-batch of its update, gradients stay as they are.
-
-    Attributes:
-        active: Whether the next backward reduces.
+    DDP learns a static graph in the first backward of all, which it must synchronize (torch 2.13 asserts it). If that
+    isn't the last micro-batch of its update, gradients stay as they are.
     """
 
     def __init__(self, reduce: Callable[[Any, Any], Any], state: object = None) -> None:
@@ -292,7 +288,6 @@ class _Hook:
 
 
 def _hook(options: DDP, backend: str, accumulates: bool) -> tuple[_Hook | None, Any]:
-    """Return the hook that DDP needs, and PowerSGD's state, if they are needed."""
     if options.compression == "none" and not (options.static_graph and accumulates):
         return None, None
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

@@ -436,7 +436,6 @@ def _keep_dtype_of_gathered() -> None:
 
 
 def _end_gather(handle: Any) -> None:
-    """Set the parameters to what has been gathered, in its dtype."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 

@@ -246,7 +246,6 @@ class ZeroOptimizer(Optimizer):
 
 
 def _entry(entries: dict[str, Any], entry: str, name: str, shard: ZeroShard) -> Tensor:
-    """Return this rank's part of a saved entry; zero if the parameter has never been updated."""
     if entry not in entries:
         if any(isinstance(value, Tensor) for value in entries.values()):
             raise RunFailed(f"the saved optimizer state of {name} has no {entry}: it is another optimizer's")

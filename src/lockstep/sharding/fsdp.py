@@ -230,7 +230,6 @@ class FSDPStep(GradientStep):
 
 
 def _autocast_gather(context: ShardingContext) -> AutocastGather | None:
-    """Return what gathers in autocast's precision; None: all is gathered in fp32, or in the precision asked for."""
     configured = context.config.parallel.fsdp.mixed_precision.param_dtype
     if configured is not None or context.compute is None or not context.cast_weights:
         return None
@@ -238,7 +237,6 @@ def _autocast_gather(context: ShardingContext) -> AutocastGather | None:
 
 
 def _collective_order(context: ShardingContext) -> CollectiveOrder | NegotiatedOrder | None:
-    """Return the order of the ranks' collectives; None: a pipeline's schedule has it. All ranks together."""
     group = context.position.data_parallel_group
     if context.plan.mesh.pipeline > 1:
         return None
@@ -263,7 +261,6 @@ def _device_mesh(position: MeshPosition, options: FSDP, device: torch.device) ->
 
 
 def _row_shards(shards: Sequence[ParameterShard]) -> RowShards | None:
-    """Return how ranks hold the rows of the trained parameters; None if there are none."""
     if not shards:
         return None
     mesh = cast("DTensor", shards[0].whole).device_mesh  # every unit has the same
@@ -286,7 +283,6 @@ def _shard_placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Convert buffers, which FSDP2 doesn't do; None: to nothing else."""
     if dtype is None:
         return
     for module in model.modules():

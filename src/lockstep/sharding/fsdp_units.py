@@ -278,8 +278,6 @@ def _has_gradient(param: Any) -> bool:
 
 
 class _AnnouncedGather:
-    """A gather that is announced first."""
-
     def __init__(self, plain: Any, announce: Callable[[], None]) -> None:
         self._plain = plain
         self._announce = announce

@@ -146,7 +146,6 @@ class InvariantStep(GradientStep):
         return self._free.pop() if self._free else _FlatGradient(self._parameters, self._axis.size)
 
     def _reduce(self) -> None:
-        """Add this rank's nodes to the others'; set the parameters' gradients to views of the whole sum."""
         held = self._terms.values
         whole = held[0] if held else self._buffer()
         own = [buffer.flat for buffer in held]
@@ -169,7 +168,6 @@ class InvariantStep(GradientStep):
         whole.set_gradients(self._parameters, self._missing)
 
     def _release(self) -> None:
-        """Free the buffers of the last update, or of one that was interrupted."""
         self._free.extend(self._terms.values)
         if self._whole is not None:
             self._free.append(self._whole)
@@ -191,7 +189,6 @@ BUILDER = Builder(build)
 
 
 def _version(buffer: Tensor | None) -> int:
-    """Return a number that each change of a buffer in place increases."""
     return 0 if buffer is None else buffer._version
 
 

@@ -108,9 +108,7 @@ class ModelState:
     def weights(
         self, *, wanted: bool | Callable[[str], bool] = True, names: Sequence[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters and saved buffers by name, whole, on the CPU, tied ones once under their first name.
-
-        They are gathered one after the other. To be exhausted, by all ranks together.
+        """Yield parameters and saved buffers by name, whole, on the CPU, tied ones once. All ranks exhaust it together.
 
         Args:
             wanted: Whether this rank yields a tensor, or only takes part in the gathering; False: it yields none.
@@ -239,7 +237,6 @@ class ModelState:
             self._after_restore()
 
     def _saved_buffers(self) -> dict[str, tuple[dict[str, Any], Tensor]]:
-        """Return the saved buffers that there are, each with the `_buffers` that holds it."""
         owners = buffer_owners(self.model)
         buffers = zip(owners.items(), current_buffers(owners), strict=True)
         return {name: (owner, buffer) for (name, owner), buffer in buffers if buffer is not None}
@@ -261,7 +258,6 @@ class ModelState:
 
 
 def _first_not_finite(tensors: Mapping[str, Any], finite: Container[str]) -> str | None:
-    """Return the name of a tensor with a NaN or, if it is in `finite`, an infinity."""
     parts = {key: part for key, tensor in tensors.items() if (part := local_tensor(tensor)).is_floating_point()}
     names = [key for key, part in parts.items() if part.numel()]
     if not names:
@@ -287,7 +283,6 @@ def _gathered(
 
 
 def _saved(state: TrainingState, name: str, tensor: Tensor) -> Tensor:
-    """Return this rank's part of a saved tensor."""
     if f"{_MODEL}{name}" not in state.tensors:
         raise RunFailed(f"the saved state has no {name}")
     value = cast("Tensor", state.tensors[f"{_MODEL}{name}"])
@@ -303,7 +298,6 @@ def _plain_own(kept: Mapping[str, object]) -> dict[str, object]:
 
 
 def _plain(what: str, value: object) -> object:
-    """Return a value in a form that JSON can represent."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, list | tuple):

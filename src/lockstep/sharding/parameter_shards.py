@@ -20,15 +20,11 @@ if TYPE_CHECKING:
 
 
 class ParameterShard:
-    """The part of one parameter that this rank holds.
+    """The part `local` of one parameter that this rank holds: a plain parameter on the memory of the model's, `whole`.
 
     Args:
         keeps_dtensors: Whether the optimizer works on the DTensor itself.
         factors: Entries of the optimizer's state that have one element along a dim of a matrix: that dim, from the end.
-
-    Attributes:
-        whole: The model's parameter.
-        local: This rank's part of it, a plain parameter on the same memory.
     """
 
     def __init__(
@@ -81,13 +77,11 @@ class ParameterShard:
         return is_sharded(self.whole) and self.whole.ndim + self._factors[entry] > 0
 
     def _like(self, entry: str) -> Tensor:
-        """Return a tensor with the shape of a factor, sharded like the parameter."""
         if entry not in self._factors_like:
             self._factors_like[entry] = self.whole.detach().narrow(self._factors[entry], 0, 1)
         return self._factors_like[entry]
 
     def _is_elementwise(self, value: Tensor) -> bool:
-        """Return whether `value` has an element for each of this part's."""
         return value.ndim > 0 and value.shape == self.local.shape
 
 

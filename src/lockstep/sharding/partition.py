@@ -102,12 +102,9 @@ class ModelPartition:
     def whole(
         self, own: Mapping[str, Tensor], wanted: bool | Callable[[str], bool], names: Sequence[str] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield all ranks' tensors, one at a time. All ranks together.
+        """Yield all ranks' tensors (`own` are this rank's), one at a time, as `ModelState.weights` does.
 
-        Args:
-            own: This rank's; the ranks of a stage gather a sharded one.
-            wanted: Whether this rank yields a tensor.
-            names: Those to yield, in their order; None: all, in the order of the model.
+        All ranks together.
         """
         specs = cast("list[dict[str, Spec]]", self._axis.gather(specs_of(own)))
         for name in self._names if names is None else names:

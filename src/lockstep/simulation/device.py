@@ -214,8 +214,6 @@ _fetch.restype = None
 
 
 def _guard() -> Any:
-    """Return what torch asks for the type of the device."""
-
     class Guard(torch._C._acc.DeviceGuard):
         def type_(self) -> Any:
             _fetch(_first, _second, _third)  # the first call: few others work while an error is pending

@@ -131,12 +131,7 @@ class Estimator:
         return StrategyMemory(name, planned, peak, fits, note)
 
     def peak(self, config: Config) -> Peak:
-        """Return the peak of the rank that needs most, from a shortened run.
-
-        Raises:
-            ConfigError: The run would be refused.
-            Unpredictable: It can't be simulated.
-        """
+        """Return the peak of the rank that needs most, from a shortened run; raises ConfigError or Unpredictable."""
         plan = self.planned(config)
         return self.exactly(_shortened(readable(config, self.facts), plan), UPDATES)
 
@@ -190,7 +185,6 @@ class Estimator:
         return "no change of micro-batch, activation checkpointing or strategy makes it fit; start more ranks"
 
     def _needed(self, config: Config, taken: Mapping[str, object], last: Mapping[str, object]) -> dict[str, object]:
-        """Return the changes without which it doesn't fit; the one that was taken last is."""
         needed = dict(taken)
         for key in sorted(taken.keys() - last.keys()):
             without = {other: value for other, value in needed.items() if other != key}
@@ -199,7 +193,6 @@ class Estimator:
         return needed
 
     def _fits_with(self, config: Config, change: Mapping[str, object]) -> bool | None:
-        """Return whether the config fits with other values; None: it is refused, or can't be simulated."""
         try:
             return self.fits(self.peak(_with(config, change)))
         except (ConfigError, Unpredictable):
@@ -286,9 +279,7 @@ def readable(config: Config, facts: DataFacts) -> Config:
 def decide(estimator: Estimator) -> Decision:
     """Return the strategy and the micro-batch that `auto` takes; what the config sets stays.
 
-    Raises:
-        ConfigError: The run is refused under every strategy that `auto` may take.
-        Unpredictable: It can't be simulated.
+    May raise ConfigError, Unpredictable.
     """
     assert estimator.memory is not None, "without a limit everything fits"
     usable, refusal = int(USABLE * estimator.memory), None

@@ -61,13 +61,7 @@ Watcher = Callable[[Any, tuple[Any, ...], dict[str, Any], Sequence[Tensor]], Non
 
 @dataclass(frozen=True, slots=True)
 class HostSync:
-    """A point at which the host waits for the device.
-
-    Attributes:
-        operation: What waits.
-        location: The innermost functions of the product there, `file.py:function`, innermost first; before them the
-            place in the user's own code that they have called, if that is where it waits.
-    """
+    """A point at which the host waits: what waits, and the innermost functions there, user code first."""
 
     operation: str
     location: tuple[str, ...]
@@ -173,7 +167,6 @@ class Execution(TorchDispatchMode):
             watcher(func, args, kwargs, outputs)
 
     def _makes_shape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether an operation without such inputs makes a tensor without data."""
         place = torch.device(kwargs.get("device") or "cpu").type
         if place == device.NAME:
             return True
@@ -202,7 +195,6 @@ class Execution(TorchDispatchMode):
             return (func(value, **kwargs) if target is None else target.copy_(value),)
 
     def _without_data(self, leaf: Any) -> Any:
-        """Return the tensor of a tensor's shape that operations on the device take; the same for anything else."""
         if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
             return leaf
         shape = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
@@ -299,7 +291,6 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _replacements(execution: Execution) -> list[tuple[str, Any]]:
-    """Return the functions of torch that need a device in C++, by name, and what replaces each."""
     clear = torch.clear_autocast_cache
 
     def clear_both() -> None:
@@ -353,7 +344,6 @@ _AS_SUBCLASS: Any = torch._C.TensorBase.as_subclass
 
 
 def _as_subclass(tensor: Tensor, subclass: type[Tensor]) -> Tensor:
-    """Return a tensor of a subclass, as `Tensor.as_subclass` does; one without data stays one."""
     if not isinstance(tensor, FakeTensor):
         return cast("Tensor", _AS_SUBCLASS(tensor, subclass))
     made = tensor.detach()

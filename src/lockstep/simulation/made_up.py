@@ -32,13 +32,10 @@ _TARGET = f"{__name__}:MadeUp"
 
 
 class MadeUp:
-    """A source whose samples are all alike.
+    """A source whose samples are all alike; `own`: in the form of Lockstep's own models.
 
     Args:
-        length: Tokens of a sample.
-        own: Whether the inputs are those of a model of Lockstep.
         outputs: Numbers that are a sample's target; 0: its class; None: ids.
-        masked: Whether there is a mask.
     """
 
     draws = False
@@ -120,7 +117,6 @@ def made_up_texts(config: Config, model: object, length: int) -> MadeUp:
 
 
 def _outputs(config: Config) -> int:
-    """Return how many numbers are a sample's target; 0: a class."""
     if not isinstance(config.model, HuggingFaceModel):
         return 0
     keys = config.model.architecture or {}

@@ -204,7 +204,6 @@ class MemoryLedger:
             self._set_bytes(block, 0)
 
     def _module_of(self, block: StorageRecord, args: tuple[Any, ...]) -> str:
-        """Return the module that computes; in a backward, that of a forward's block among an operation's inputs."""
         if self._forwards:
             return self._forwards[-1]
         if not block.in_backward:

@@ -72,7 +72,6 @@ def estimate_memory(
 
     Args:
         config: a recipe's name, a file, a mapping, or a Config. It need not contain what is passed as an object.
-        ranks: of the run, on one machine or many.
         memory: bytes of each rank; None: unknown.
         length: tokens of a sample of a language model: no dataset is needed, or read; None: those of `data.train`.
         **objects: `model`, `train_dataset`, ...: see `lockstep.Objects`. A module is left as it is.
@@ -181,8 +180,7 @@ class MeasuredMemory:
     """The memory of the rank that needs most, over three updates on this machine.
 
     Attributes:
-        predicted: None: it can't be simulated.
-        unpredictable: Why it can't be.
+        predicted: None: it can't be simulated; `unpredictable` says why.
         held: Bytes that the rank held in all: of its process on the CPU, of torch's allocator on an accelerator.
     """
 
@@ -220,14 +218,7 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
 
 
 def _measured(config: Config, given: UserObjects, ranks: int) -> tuple[Peak, int]:
-    """Run the config's updates in new processes; return peak and held bytes of the rank that needs most memory.
-
-    Raises:
-        ConfigError: The ranks refuse the config.
-        OutOfMemory: They ran out of memory.
-        RunFailed: They ended without a result.
-        Stopped: A signal asked them to stop.
-    """
+    """Run the config's updates in new processes; return peak and held bytes of the rank that needs most memory."""
     folder = Path(tempfile.mkdtemp(prefix="lockstep-plan-"))
     remove = partial(shutil.rmtree, folder, ignore_errors=True)
     try:

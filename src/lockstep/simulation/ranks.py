@@ -49,9 +49,6 @@ def simulated_rank(
 
     Args:
         device_type: `cpu` simulates ranks that compute on the CPU: their tensors have no data either.
-
-    Raises:
-        RuntimeError: This process is in a process group.
     """
     device.register()
     place = torch.device("cpu") if device_type == "cpu" else torch.device(device.NAME, 0)

@@ -26,13 +26,7 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """The way in which an output is made.
-
-    Attributes:
-        same: Index of the argument that it is; None: it is a new tensor.
-        view_of: Index of the argument whose storage it has; None: it has its own.
-        state: Attributes of the FakeTensor, but its mode.
-    """
+    """The way in which an output is made: argument `same` itself, or a new tensor, perhaps in `view_of`'s storage."""
 
     same: int | None = None
     view_of: int | None = None
@@ -46,13 +40,7 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """The outputs of an operation.
-
-    Attributes:
-        outputs: None in them: the operation returns None there.
-        container: The type of the result if it is a sequence.
-        is_small: Whether all inputs and outputs may have values.
-    """
+    """How the outputs of an operation are made; `is_small`: all inputs and outputs may have values."""
 
     outputs: tuple[_Output | None, ...]
     container: type | None
@@ -142,7 +130,6 @@ def remember(
 
 
 def _output_of(value: Any, args: tuple[Any, ...], inputs: Sequence[FakeTensor]) -> _Output | None:
-    """Return how an output was made; None if that can't be repeated."""
     same = next((index for index, argument in enumerate(args) if argument is value), None)
     if same is not None:
         return _Output(same=same)

@@ -33,14 +33,7 @@ def peak_of_rank(
     updates: int = UPDATES,
     device_type: str = device.NAME,
 ) -> Peak:
-    """Return the peak of a rank over the first updates of a run.
-
-    Args:
-        device_type: `cpu`: as ranks compute on the CPU.
-
-    Raises:
-        ConfigError: The run would be refused.
-    """
+    """Return the peak of a rank over the first updates of a run; `device_type` is that of ranks, `cpu` or simulated."""
     with simulated_rank(rank, ranks, device_type=device_type) as simulated:
         ledger, watchers = MemoryLedger(device_type), simulated.execution.watchers
         if device_type != "cpu":
@@ -95,7 +88,6 @@ def run_updates(session: Session, ledger: MemoryLedger, updates: int) -> None:
 
 
 def _vocabulary(session: Session) -> frozenset[int]:
-    """Return the sizes that the last dim of logits may have; a tensor-parallel rank has a part of the vocabulary."""
     components = components_of(session)
     of_model = getattr(getattr(components.sharding.state.model, "config", None), "vocab_size", None)
     sizes = {size for size in (components.source.facts.vocabulary, of_model) if isinstance(size, int)}

@@ -49,7 +49,6 @@ def _recomputed(
     *inputs: Any,
     **named: Any,
 ) -> Any:
-    """Return `forward`'s result, which the backward computes again."""
     if not torch.is_grad_enabled():
         return forward(*inputs, **named)
     checks = guard.begin() and not torch.compiler.is_compiling()
@@ -72,7 +71,6 @@ def _recomputed(
 def _contexts(
     selective: bool, muted: Callable[[], Context], guard: StateGuard, checks: bool
 ) -> tuple[Context, Context]:
-    """Return the contexts of the first and the second forward."""
     first, second = _NOTHING, _NOTHING
     if selective:
         first, second = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
@@ -80,7 +78,6 @@ def _contexts(
 
 
 def _call(forward: Callable[..., Any], names: tuple[str, ...], *inputs: Any) -> Any:
-    """Call with the last inputs by name."""
     first = len(inputs) - len(names)
     return forward(*inputs[:first], **dict(zip(names, inputs[first:], strict=True)))
 

@@ -127,7 +127,6 @@ class ActivationsOnHost(saved_tensors_hooks):
         return _View(held, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _on_host(self, tensor: Tensor, storage: torch.UntypedStorage) -> _OnHost:
-        """Return the memory that was copied before with the same content, or copy it."""
         known = self._by_storage.get(storage)
         if known is not None and known[0] == tensor._version and (earlier := known[1]()) is not None:
             return earlier
@@ -144,8 +143,6 @@ def _kept(tensor: Tensor) -> Tensor:
 
 
 class _View(NamedTuple):
-    """A tensor in offloaded memory."""
-
     held: _OnHost
     dtype: torch.dtype
     size: torch.Size

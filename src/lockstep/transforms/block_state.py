@@ -90,13 +90,9 @@ class StateGuard:
 
 
 def state_of(modules: Mapping[str, nn.Module], *, tensors: bool = True) -> dict[str, Any]:
-    """Return the modules' state without their parameters, by name.
+    """Return the state of modules (by the prefix of their names) without their parameters, by name.
 
-    It has buffers, and attributes that are tensors, plain values or collections (their lengths).
-
-    Args:
-        modules: By the prefix of their names.
-        tensors: Whether to include attributes that are tensors.
+    It has buffers, and attributes that are tensors (if wanted), plain values or collections (their lengths).
     """
     state: dict[str, Any] = {}
     for prefix, block in modules.items():

@@ -117,7 +117,6 @@ def _torch_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Replace F.scaled_dot_product_attention."""
     _refuse_mask_and_dropout(attn_mask, dropout_p)
     return ring_attention(query, key, value, division, causal=is_causal, scale=scale)
 
@@ -133,7 +132,6 @@ def _transformers_attention(
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Replace an attention function of the transformers library."""
     _refuse_mask_and_dropout(attention_mask, dropout)
     division = current_sequences()
     assert division is not None, "sequences are divided"
@@ -168,7 +166,6 @@ def _unsupported(does: str, takes: str) -> ConfigError:
 
 
 def _attention_configs(model: nn.Module) -> list[Any]:
-    """Return the configs of the transformers library in the model that choose an attention function."""
     configs = (getattr(module, "config", None) for module in model.modules())
     choosing = {id(config): config for config in configs if getattr(config, "_attn_implementation", None) is not None}
     return list(choosing.values())

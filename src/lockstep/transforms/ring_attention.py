@@ -39,12 +39,11 @@ def ring_attention(
     causal: bool,
     scale: float | None = None,
 ) -> Tensor:
-    """Return softmax(q k' scale) v over whole sequences, for this rank's positions.
+    """Return softmax(q k' scale) v over whole sequences, for this rank's positions; by default scale = 1 / sqrt(D).
 
     Args:
         query: [B, H, own, D].
         key, value: [B, K, own, D], K a divisor of H.
-        scale: 1 / sqrt(D), if it isn't given.
 
     Raises:
         RunFailed: Queries or keys aren't this rank's positions.
@@ -70,24 +69,13 @@ def ring_attention(
 
 @dataclass(frozen=True, slots=True)
 class _AttentionShape:
-    """The attention of all ranks together.
-
-    Attributes:
-        group: Queries that share a key.
-    """
-
     scale: float
     causal: bool
     group: int
 
 
 class _Round(NamedTuple):
-    """One round's queries and keys.
-
-    Attributes:
-        first_query: The first of this rank's queries that takes part.
-        num_keys: Number of the received keys that take part, from the first.
-    """
+    """A round's queries, from the first that takes part, and the number of received keys that do."""
 
     first_query: int
     num_keys: int
@@ -189,5 +177,4 @@ def _merge(tensor: AttentionOutput, other: AttentionOutput, first: int) -> Atten
 
 
 def _repeat_keys(keys: Tensor, group: int) -> Tensor:
-    """Return [B, H, T, D] of [B, K, T, D]."""
     return keys if group == 1 else keys.repeat_interleave(group, dim=1)

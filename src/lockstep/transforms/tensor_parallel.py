@@ -46,7 +46,6 @@ class TensorParallel(Transform):
 
     Args:
         plan: Styles by the names of modules; those that have no weights on this rank are skipped.
-        mode: The model's forward mode.
 
     Attributes:
         group: The ranks over which matrices are sharded; None until the transform is applied.

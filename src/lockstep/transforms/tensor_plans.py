@@ -85,7 +85,6 @@ def _known(style: str, pattern: str) -> str:
 
 
 def _huggingface(model: nn.Module, options: TensorParallelOptions) -> dict[str, str]:
-    """Return the plan that a Hugging Face model carries, by the names of the whole model."""
     inner: Any = getattr(model, "base_model", None)
     carried = dict(getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {})
     if inner is None or not carried:
@@ -138,7 +137,6 @@ def _resolved(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
 
 
 def _refuse_other_modules(model: nn.Module, plan: Mapping[str, str]) -> None:
-    """Raise ConfigError if a style is for another kind of module, or no matrix is sharded."""
     for name, style in plan.items():
         module = model.get_submodule(name)
         kind = type(module).__name__
@@ -154,13 +152,11 @@ def _refuse_other_modules(model: nn.Module, plan: Mapping[str, str]) -> None:
 
 
 def _inside(module: nn.Module) -> str:
-    """Return the modules inside, which the plan may mean."""
     names = [name for name, child in module.named_modules() if name and any(True for _ in child.parameters(False))]
     return f"; in it are {', '.join(names[:4])}" if names else ""
 
 
 def _refuse_half_sequences(options: TensorParallelOptions, plan: Mapping[str, str]) -> None:
-    """Raise ConfigError if the option and the styles of a user's plan differ on whether sequences are sharded."""
     first = next((f"{name}: {style}" for name, style in plan.items() if "sequence" in style), None)
     key = f"{KEY}.sequence_parallel"
     if options.sequence_parallel and first is None:
@@ -192,7 +188,6 @@ def _shard_logits(model: nn.Module, plan: dict[str, str]) -> None:
 
 
 def _indivisible(model: nn.Module, plan: Mapping[str, str], degree: int) -> Iterator[str]:
-    """Yield messages about sizes that the degree doesn't divide, with those that it could."""
     for name, size in _heads(model, plan):
         if size % degree:
             yield f"{degree} doesn't divide the {size} {name}; take {nearest_divisors(size, degree)}"
