@@ -222,7 +222,7 @@ class ContextEngine:
         return self._engine.losses
 
     def check(self, batch: Batch, axis: Axis) -> None:
-        """Compare the model's forward on divided sequences with that on whole ones. All ranks (`axis`) together.
+        """Compare the model's forward with that on whole sequences. All ranks (`axis`) together.
 
         Args:
             batch: A few samples; the first positions of their sequences are used.

@@ -196,7 +196,7 @@ class CombinedOptimizer(Optimizer):
 
 
 def _muon(optim: Optim, groups: Groups, shards: RowShards | None, compute: torch.dtype | None) -> Optimizer:
-    """Return Muon for the hidden matrices, scaled to AdamW's steps (arXiv:2502.16982, section 2.2); AdamW for the rest."""
+    """Return Muon for the hidden matrices, scaled to AdamW's steps (arXiv:2502.16982, section 2.2), and AdamW."""
     hidden, rest = _split(groups)
     if not hidden:
         raise ConfigError(
