@@ -28,15 +28,7 @@ from lockstep.engine.placeholders import shadowed
 if TYPE_CHECKING:
     from lockstep.core.records import Inputs
 
-_PRODUCTS = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+_PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 """torch's modules whose forward uses all of its parameters in a product that autocast lowers."""
 
 

@@ -24,13 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.records import Inputs
 from lockstep.distributed.forward_mode import ALL_SIDES, ForwardMode, Side
-from lockstep.engine.chain_check import (
-    ChainCheck,
-    PassedThrough,
-    first_argument,
-    in_form,
-    something_between,
-)
+from lockstep.engine.chain_check import ChainCheck, PassedThrough, first_argument, in_form, something_between
 from lockstep.engine.dry_run import entered_modules, first_line, unchanged
 from lockstep.engine.eager import Context, call
 from lockstep.engine.partitioning import PartitionSpec, empty_block, first_blocks, refuse_no_chain

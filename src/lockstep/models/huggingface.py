@@ -32,12 +32,7 @@ from lockstep.core.records import DataFacts
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.config_keys import check_keys, effective_keys, override
 from lockstep.models.initialization import generators_keyed, reset_modules
-from lockstep.models.meta_model import (
-    MetaModel,
-    parameters_without_values,
-    reset_by_block,
-    resets_stay_in_blocks,
-)
+from lockstep.models.meta_model import MetaModel, parameters_without_values, reset_by_block, resets_stay_in_blocks
 from lockstep.models.transformers_models import ignored_names, quiet
 from lockstep.models.weight_files import Weights, read_weights, refuse_damaged
 from lockstep.models.weight_matching import DEQUANTIZE, PARTIAL, Slot, WeightMatch, match_weights, problems_of

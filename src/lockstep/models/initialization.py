@@ -66,10 +66,7 @@ def initial_values(module: nn.Module, seed: int, rule_of: RuleOf) -> Values:
 
 
 def reset_modules(
-    module: nn.Module,
-    seed: int,
-    resets: Mapping[str, Callable[[], object]],
-    keep: Set[Tensor] = frozenset(),
+    module: nn.Module, seed: int, resets: Mapping[str, Callable[[], object]], keep: Set[Tensor] = frozenset()
 ) -> None:
     """Run each module's reset with generators keyed by the module's name, children before parents.
 

@@ -54,12 +54,7 @@ class TargetLoss:
     decomposes = True
 
     def __init__(
-        self,
-        *,
-        language: bool,
-        shift: bool = False,
-        label_smoothing: float = 0.0,
-        bytes_per_token: float | None = None,
+        self, *, language: bool, shift: bool = False, label_smoothing: float = 0.0, bytes_per_token: float | None = None
     ) -> None:
         self.language = language
         self.label_smoothing = label_smoothing

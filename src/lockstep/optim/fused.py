@@ -53,9 +53,7 @@ class FusedOptimizer(Optimizer):
     """A torch optimizer whose update is one kernel call for each group, and for each precision in it."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        make_call: Callable[[Group, list[nn.Parameter]], _AdamCall | _SGDCall],
+        self, optimizer: torch.optim.Optimizer, make_call: Callable[[Group, list[nn.Parameter]], _AdamCall | _SGDCall]
     ) -> None:
         self._torch = optimizer
         self._make_call = make_call

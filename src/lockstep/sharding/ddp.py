@@ -249,14 +249,7 @@ def build(context: ShardingContext) -> Sharding:
     optimizer, buffers = context.optimizer(model.named_parameters()), SyncedBuffers(model)
     accumulates = context.plan.batch.accumulation > 1
     step = DDPStep(
-        model,
-        optimizer,
-        context.squared_norm,
-        options,
-        context.world,
-        buffers,
-        accumulates,
-        context.has_values,
+        model, optimizer, context.squared_norm, options, context.world, buffers, accumulates, context.has_values
     )
     return Sharding(step, ModelState(model, optimizer, buffers=buffers))
 

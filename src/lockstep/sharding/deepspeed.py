@@ -35,12 +35,7 @@ from lockstep.sharding.deepspeed_order import deepspeed_order
 from lockstep.sharding.deepspeed_shards import ReachedParameters, ZeroOptimizer
 from lockstep.sharding.deepspeed_swap import swap_folder
 from lockstep.sharding.model_state import ModelState
-from lockstep.sharding.single import (
-    named_gradients,
-    present_gradients,
-    refuse_other_than_fp32,
-    trainable_parameters,
-)
+from lockstep.sharding.single import named_gradients, present_gradients, refuse_other_than_fp32, trainable_parameters
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Optimizer
@@ -92,13 +87,7 @@ def _build(context: ShardingContext, deepspeed: Any, config: Mapping[str, Any]) 
         gather_in(context.compute, context.cast_weights, model, engine.optimizer)
     flat = {name: shard.flat for name, shard in zero.shards.items()} if zero.stage == 3 or in_bf16 else None
     state = ModelState(
-        model,
-        zero,
-        buffers=buffers,
-        shards=zero.shards,
-        flat=flat,
-        after_restore=zero.copy_parameters,
-        held=zero.held,
+        model, zero, buffers=buffers, shards=zero.shards, flat=flat, after_restore=zero.copy_parameters, held=zero.held
     )
     return Sharding(ZeroStep(context, engine, zero, buffers), state)
 

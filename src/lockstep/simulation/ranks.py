@@ -39,11 +39,7 @@ class SimulatedRank:
 
 @contextmanager
 def simulated_rank(
-    rank: int,
-    ranks: int,
-    *,
-    machine_ranks: int = _MACHINE_RANKS,
-    device_type: str = device.NAME,
+    rank: int, ranks: int, *, machine_ranks: int = _MACHINE_RANKS, device_type: str = device.NAME
 ) -> Iterator[SimulatedRank]:
     """Be one rank of many within the block; the others seem to have all that this one has.
 

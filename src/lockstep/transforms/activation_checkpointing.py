@@ -137,10 +137,7 @@ class RecomputeBlocks(Transform):
     after = ("parallel.ddp.sync_batchnorm",)
 
     def __init__(
-        self,
-        options: ActivationCheckpointing,
-        blocks: Sequence[str],
-        muted: Callable[[], Context] = nullcontext,
+        self, options: ActivationCheckpointing, blocks: Sequence[str], muted: Callable[[], Context] = nullcontext
     ) -> None:
         self._options = options
         self._blocks = blocks

@@ -31,13 +31,7 @@ from lockstep.transforms.attention_kernels import (
 
 
 def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    division: SequencePartition,
-    *,
-    causal: bool,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, division: SequencePartition, *, causal: bool, scale: float | None = None
 ) -> Tensor:
     """Return softmax(q k' scale) v over whole sequences, for this rank's positions; by default scale = 1 / sqrt(D).
 
