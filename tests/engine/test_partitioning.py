@@ -132,9 +132,9 @@ def test_the_last_stage_has_fewer_blocks_because_it_has_the_head() -> None:
     ("how", "message"),
     [
         ({"ranks": 5}, "5 stages, but Chain has 4 blocks"),
-        ({"split": ["blocks.9"]}, "the model has no block 'blocks.9'"),
-        ({"split": ["blocks.1", "blocks.2"]}, "2 names make 3 stages, but there are 2"),
-        ({"split": ["blocks.0"]}, "names go in the model's order"),
+        ({"split": ["blocks.9"]}, "name the first block of each of the 2 stages"),
+        ({"split": ["blocks.1", "blocks.2"]}, "name the first block of each of the 2 stages"),
+        ({"split": ["blocks.0"]}, "name the first block of each of the 2 stages"),
     ],
 )
 def test_a_partition_that_does_not_fit_is_refused(how: dict[str, Any], message: str) -> None:

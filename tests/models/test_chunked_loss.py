@@ -148,11 +148,11 @@ def test_logits_without_a_loss_are_logits() -> None:
 @pytest.mark.parametrize(
     ("objective", "model", "message"),
     [
-        (TargetLoss(language=False), model_of(9), "but this objective is of one class a sample"),
+        (TargetLoss(language=False), model_of(9), "and no other objective"),
         (
             FunctionObjective(lambda batch: 1, lambda outputs, batch: outputs),
             model_of(9),
-            "but this objective is a custom one",
+            "and no other objective",
         ),
         (
             TargetLoss(language=True),

@@ -92,17 +92,12 @@ def first_blocks(
 
 
 def _named_blocks(blocks: Sequence[str], split: Sequence[str], stages: int) -> list[int]:
-    unknown = [name for name in split if name not in blocks]
     firsts = [0, *(blocks.index(name) for name in split if name in blocks)]
-    why = None
-    if unknown:
-        known = ", ".join(blocks[:4]) + (", ..." if len(blocks) > 4 else "")
-        why = f"the model has no block {unknown[0]!r}; there are {known}"
-    elif len(firsts) != stages:
-        why = f"{len(split)} names make {len(firsts)} stages, but there are {stages}; name {stages - 1} first blocks"
-    elif firsts != sorted(set(firsts)):
-        why = f"{', '.join(split)}: names go in the model's order, from its second block on, {blocks[1]}, each once"
-    if why is not None:
+    if len(firsts) != stages or len(firsts) != len(split) + 1 or firsts != sorted(set(firsts)):
+        why = (
+            f"{', '.join(split)}: name the first block of each of the {stages} stages from the second on, in the "
+            f"model's order, from {', '.join(blocks[1:4])}, ..."
+        )
         raise ConfigError(Problem("", "parallel.pipeline_parallel.split", why))
     return firsts
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.protocols import EvaluatedObjective
 from lockstep.core.records import Batch
-from lockstep.models.objectives import IGNORED, ClassifierLoss, ModelLoss, SpanLoss, TargetLoss
+from lockstep.models.objectives import IGNORED, TargetLoss
 from lockstep.models.outputs import logits_of
 from lockstep.models.transformer import Transformer
 
@@ -191,12 +191,8 @@ def chunk_head_loss(objective: EvaluatedObjective, model: nn.Module, chunk: int)
         ConfigError: The objective isn't a cross-entropy of tokens, or the model has no supported head.
     """
     if not isinstance(objective, TargetLoss) or not objective.language:
-        if isinstance(objective, TargetLoss | ClassifierLoss):
-            kind = "of one class a sample"
-        else:
-            kind = "that of the model's head" if isinstance(objective, SpanLoss | ModelLoss) else "a custom one"
         raise _refused(
-            f"computes a cross-entropy of tokens a few positions at a time, but this objective is {kind}; remove it"
+            "computes a cross-entropy of tokens a few positions at a time, and no other objective; remove it"
         )
     getter = getattr(model, "get_output_embeddings", None)  # of transformers models
     head = model.head if isinstance(model, Transformer) else getter() if callable(getter) else None

@@ -17,17 +17,9 @@ from typing import Any
 from lockstep.core.errors import ConfigError, Problem
 
 _UNDECLARED = {
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "decoder_start_token_id",
-    "attn_implementation",
-    "classifier_dropout",
-    "hidden_dropout",
-    "num_labels",
-    "id2label",
-    "problem_type",
-}
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "attn_implementation",
+    "classifier_dropout", "hidden_dropout", "num_labels", "id2label", "problem_type",
+}  # fmt: skip
 """Keys that some configs and heads use without declaring them."""
 
 _ANY = object()

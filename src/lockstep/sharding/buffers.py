@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,15 +146,12 @@ class BufferSnapshot:
 
     def __init__(self, model: nn.Module) -> None:
         owners = buffer_owners(model)
-        present = {
-            name: buffer for name, buffer in zip(owners, current_buffers(owners), strict=True) if buffer is not None
+        largest = max(_SMALL, sum(parameter.nbytes for parameter in model.parameters()) // 100)
+        self._owners = {
+            name: owner
+            for (name, owner), buffer in zip(owners.items(), current_buffers(owners), strict=True)
+            if buffer is None or buffer.nbytes <= largest
         }
-        sizes = {name: present[name].nbytes if name in present else 0 for name in owners}
-        by_size = sorted(owners, key=sizes.__getitem__)
-        totals = accumulate(sizes[name] for name in by_size)
-        allowed = max(_SMALL, sum(parameter.nbytes for parameter in model.parameters()) // 100)
-        copied = {name for name, total in zip(by_size, totals, strict=True) if total <= allowed}
-        self._owners = {name: owner for name, owner in owners.items() if name in copied}
         self._sources: list[Any] = []
         self._specs: list[_Spec | None] = []
         self._parts: list[Any] = []  # what this rank holds of the sources

@@ -12,13 +12,11 @@ from lockstep.core.errors import ConfigError
 from lockstep.simulation import device
 from lockstep.simulation.estimate import decide
 from lockstep.simulation.failing import Unpredictable
-from lockstep.simulation.planning import estimator_of
-from lockstep.training.deciding import Explanation, decides
+from lockstep.simulation.planning import estimator_of, settled
+from lockstep.training.deciding import Explanation
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Config
     from lockstep.plan.choosing import Decision
-    from lockstep.simulation.estimate import Estimator
     from lockstep.training.deciding import Question
 
 
@@ -32,22 +30,13 @@ def answer(question: Question) -> Decision | Explanation | str:
         estimator = replace(estimator, device_type="cpu" if question.on_cpu else device.NAME)
         if question.kind == "decide":
             return decide(estimator)
-        config = _decided(question.config, estimator)
+        config = settled(question.config, estimator)
         peak = estimator.peak(config)
         largest = sorted(((name, size) for name, size in peak.by_category.items() if size), key=lambda pair: -pair[1])
         remedy = "" if peak.bytes <= question.memory else estimator.remedy(config)
         return Explanation(peak.bytes, tuple(largest[:_MOST_NAMED]), remedy)
     except (ConfigError, Unpredictable) as error:
         return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _decided(config: Config, estimator: Estimator) -> Config:
-    if not decides(config, estimator.ranks):
-        return config
-    decision = decide(estimator)
-    parallel = config.parallel.model_copy(update={"strategy": decision.strategy})
-    batch = config.batch.model_copy(update={"micro_size": decision.micro_size})
-    return config.model_copy(update={"parallel": parallel, "batch": batch})
 
 
 def main() -> None:

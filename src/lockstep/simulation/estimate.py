@@ -98,13 +98,10 @@ class Estimator:
         planned = self.planned(self.config)
         yield replace(self._estimate(planned.variant, self.config, planned=True), modules=planned.modules)
         for strategy in strategies():
-            for variant in strategy.variants:
-                if variant.name != planned.variant and variant.mesh != "hybrid" and self._suits(strategy, variant):
+            for variant in strategy.variants if bool(strategy.one_process) == (self.ranks == 1) else ():
+                if variant.name != planned.variant and variant.mesh != "hybrid":
                     row = self._estimate(variant.name, under(self.config, strategy, variant), planned=False)
                     yield replace(row, modules=planned.modules)
-
-    def _suits(self, strategy: Strategy, variant: Variant) -> bool:
-        return self.ranks == 1 if strategy.one_process else self.ranks > 1
 
     def planned(self, config: Config) -> Plan:
         """Return the plan of a config on these ranks."""

@@ -202,7 +202,7 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
     length = {"steps": _MEASURED_UPDATES, "samples": None, "tokens": None, "epochs": None}
     config = loaded.config.model_copy(update={"run": loaded.config.run.model_copy(update=length)})
     estimator = estimator_for(loaded, None, trust_remote_code=trust_remote_code)
-    config = _settled(config, estimator)
+    config = settled(config, estimator)
     ranks, on_cpu = choose_ranks(config.launch), not count_accelerators(config.launch)[1]
     estimator = replace(estimator, device_type="cpu" if on_cpu else device.NAME)
     predicted, why = None, ""
@@ -238,7 +238,8 @@ def _measured(config: Config, given: UserObjects, ranks: int) -> tuple[Peak, int
     return max(((Peak(**record["peak"]), record["held"]) for record in records), key=lambda pair: pair[0].bytes)
 
 
-def _settled(config: Config, estimator: Estimator) -> Config:
+def settled(config: Config, estimator: Estimator) -> Config:
+    """Return the config with the strategy and the micro-batch of its plan, which `auto` may take."""
     plan = replace(estimator, decision=decision_of(estimator)[0]).planned(estimator.config)
     parallel = config.parallel.model_copy(update={"strategy": plan.strategy})
     batch = config.batch.model_copy(update={"micro_size": plan.batch.micro_size})

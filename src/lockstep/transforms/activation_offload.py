@@ -23,27 +23,10 @@ from lockstep.core.protocols import Transform
 LEAST_BYTES = 1 << 20
 """Bytes of memory below which a copy takes longer to start than it saves."""
 _LARGEST_SHARE = 4  # a tensor that is less than this part of its memory is not worth all of it
-_VIEWS = [
-    "ToCopy",
-    "T",
-    "Transpose",
-    "View",
-    "UnsafeView",
-    "ReshapeAlias",
-    "Permute",
-    "Alias",
-    "Clone",
-    "Select",
-    "Slice",
-    "Split",
-    "SplitWithSizes",
-    "Unbind",
-    "Expand",
-    "Unsqueeze",
-    "Squeeze",
-    "AsStrided",
-    "Detach",
-]
+_VIEWS = (
+    "ToCopy", "T", "Transpose", "View", "UnsafeView", "ReshapeAlias", "Permute", "Alias", "Clone", "Select", "Slice",
+    "Split", "SplitWithSizes", "Unbind", "Expand", "Unsqueeze", "Squeeze", "AsStrided", "Detach",
+)  # fmt: skip
 _OF_ONE_TENSOR = frozenset(f"{name}Backward{number}" for name in _VIEWS for number in range(3))
 """Operations of autograd that only view, cast or copy."""
 

@@ -20,20 +20,11 @@ from lockstep.plan.refusals import nearest_divisors
 from lockstep.transforms.tensor_experts import number_of_experts
 
 KEY = "parallel.tensor_parallel"
-STYLES: Mapping[str, str] = {
-    "colwise": "rows of a Linear's weight; each rank continues with its columns of the output",
-    "colwise_gather_output": "the same, and the output is gathered on each rank",
-    "rowwise": "columns of a Linear's weight, whose input is sharded, or rows of an Embedding; outputs are summed",
-    "rowwise_split_input": "the same, of an input that is whole",
-    "rowwise_sequence": "rowwise, and each rank continues with its positions of the sum",
-    "colwise_logits": "colwise, of a head whose loss is computed on the sharded logits",
-    "shared_input": "no weights: the input of the colwise modules inside is prepared once for all of them",
-    "sequence": "whole weights, such as a norm's, on each rank's own positions",
-    "gather_sequence": "no weights: its first input is gathered from all ranks' positions",
-    "experts": "whole experts of a module that has all of them in tensors [experts, ...]; outputs are summed",
-    "sum_gradient": "whole weights that each rank uses for its own heads; their gradients are summed",
-}
-"""The styles of a plan, and what each divides."""
+STYLES = (
+    "colwise", "colwise_gather_output", "colwise_logits", "rowwise", "rowwise_split_input", "rowwise_sequence",
+    "shared_input", "sequence", "gather_sequence", "experts", "sum_gradient",
+)  # fmt: skip
+"""The styles of a plan; `docs/tensor.md` says what each divides."""
 _SHARDS_MATRIX = ("colwise", "rowwise")  # the prefixes of styles that shard a matrix
 _SAME_AS = {
     "colwise_rep": "colwise_gather_output",
