@@ -292,7 +292,7 @@ def test_wrong_files_and_folders_are_refused_with_the_remedy(tmp_path: Path, mon
     assert "give one of its files by name: unet.safetensors" in refusal(model, "folder")
     Path("run/checkpoints/step-00000002").mkdir(parents=True)
     Path("run/config.yaml").touch()
-    assert "has no weights yet" in refusal(model, "run")
+    assert "no weights yet" in refusal(model, "run")
     Path("run/checkpoints/step-00000002/manifest.json").touch()
     assert "`lockstep export run/checkpoints --to" in refusal(model, "run/checkpoints")
     assert "`lockstep export run/checkpoints/step-00000002" in refusal(model, "run/checkpoints/step-00000002")
@@ -525,7 +525,7 @@ def test_missing_tensors_are_noted_at_the_start(tmp_path: Path) -> None:
     torch.save({"inner.weight": torch.ones(8, 4)}, tmp_path / "weights.pt")
     with lockstep.session(_config(tmp_path / "weights.pt", init_partial=True)) as session:
         [note] = run_info(session, "run", "").notes
-    assert "lacks 3 tensors of the model" in note
+    assert "missing: inner.bias [8], head.weight [3, 8], head.bias [3]" in note
     with pytest.raises(ConfigError, match=r"(?s)model\.init_from: .*missing: inner\.bias \[8\]"):
         open_and_close(_config(tmp_path / "weights.pt"))
 

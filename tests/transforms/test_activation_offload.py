@@ -82,7 +82,7 @@ def test_gradients_are_the_same_and_only_activations_move(autocast: bool, frozen
     expected = gradients(copy.deepcopy(net), POINTS, autocast=autocast)
     sizes: list[tuple[int, ...]] = []
     offload = offloading(net)
-    offload._offload = _noting(offload._offload, sizes)  # type: ignore[method-assign]
+    offload._on_host = _noting(offload._on_host, sizes)  # type: ignore[method-assign]
     for _ in range(2):
         assert same(gradients(net, POINTS, autocast=autocast), expected)
     assert sizes

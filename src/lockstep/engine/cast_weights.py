@@ -44,8 +44,7 @@ def cast_weights(
 
     Args:
         model: Whole, perhaps without values; it isn't changed.
-        inputs: Inputs of a few samples, on the CPU.
-        device: The device of the run, which decides what autocast does.
+        inputs: Inputs of a few samples, on the CPU; `device` is the run's, which decides what autocast does.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     watch = _Watch(dtype)
@@ -64,12 +63,7 @@ def cast_weights(
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches what is computed with parameters.
-
-    Attributes:
-        cast: Names of the parameters of which autocast, or the model, made a copy in the lower precision.
-        kept: Names of those with which anything else was computed.
-    """
+    """Watches which parameters are only `cast` to the lower precision, and with which else is computed (`kept`)."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -63,11 +63,7 @@ class SequenceDivider:
         self.rule: PositionRule | None = _by_row
 
     def __call__(self, batch: Batch) -> Batch:
-        """Return this rank's part; its division is the current one from then on.
-
-        Raises:
-            RunFailed: A tensor of the batch isn't laid out by positions.
-        """
+        """Return this rank's part; its division is the current one from then on."""
         targets = self.targets_of(batch)
         if targets.dim() != 2:
             raise RunFailed(
@@ -89,11 +85,7 @@ class SequenceDivider:
         return replace(batch, inputs=own_inputs, targets=own_targets)
 
     def _hides_nothing(self, real: Tensor, targets: Tensor) -> bool:
-        """Return whether causal attention needs no mask: padding comes last, and has no targets.
-
-        Raises:
-            RunFailed: There is padding before tokens, and a divided forward can't be the same as a whole one.
-        """
+        """Return whether causal attention needs no mask: padding comes last, and has no targets."""
         from_padding = (targets != _NO_TARGET) & ~real[:, : targets.shape[1]]
         if bool((real[:, 1:] <= real[:, :-1]).all()):
             return not bool(from_padding.any())

@@ -146,11 +146,7 @@ class EagerEngine:
 
 
 def call(module: nn.Module, inputs: Inputs, *, hooks: bool = True) -> object:
-    """Return the module's output for inputs by name or position; `hooks`: run the module's hooks.
-
-    Raises:
-        ConfigError: The forward doesn't take these inputs.
-    """
+    """Return the module's output for inputs by name or position; `hooks`: run the module's hooks."""
     forward = module if hooks else module.forward
     try:
         return forward(*inputs) if isinstance(inputs, tuple) else forward(**inputs)

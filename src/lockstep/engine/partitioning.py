@@ -73,11 +73,7 @@ def refuse_no_chain(model: nn.Module, blocks: Sequence[str]) -> None:
 def first_blocks(
     model: nn.Module, blocks: Sequence[str], spec: PartitionSpec, outer: Sequence[OuterModule]
 ) -> list[int]:
-    """Return the index of each stage's first block.
-
-    Raises:
-        ConfigError: There are too few blocks, or the names of the split don't fit.
-    """
+    """Return the index of each stage's first block."""
     if len(blocks) < spec.stages:
         product = f"{spec.ranks} x {spec.stages_per_rank} = " if spec.stages_per_rank > 1 else ""
         has = f"{type(model).__name__} has {len(blocks)} blocks"

@@ -33,13 +33,7 @@ if TYPE_CHECKING:
 
 
 class PipelineEngine:
-    """The engine of a model that is partitioned into stages.
-
-    Args:
-        stages: This rank's stages.
-        axis, group: The ranks of the pipeline.
-        autocast, key_draws, muted, clock: See `EagerEngine`.
-    """
+    """The engine of a model that is partitioned into stages, for the ranks of one pipeline (`axis`, `group`)."""
 
     def __init__(
         self,
@@ -152,11 +146,7 @@ class PipelineEngine:
             raise
 
     def check(self, inputs: Inputs) -> None:
-        """Determine what stages pass on, before the first update. All ranks of the pipeline together.
-
-        Raises:
-            ConfigError: The model's blocks form no chain, or return different precisions.
-        """
+        """Determine what stages pass on, before the first update. All ranks of the pipeline together."""
         failure: Exception | None = None
         try:
             with self._autocast():

@@ -108,11 +108,7 @@ def shadowed(tensors: Iterable[tuple[nn.Module, str, Tensor]]) -> Iterator[None]
 
 
 def outer_modules(model: nn.Module, blocks: Sequence[str], used: Mapping[str, Side]) -> list[OuterModule]:
-    """Return the modules that are not in blocks.
-
-    Args:
-        used: The side on which a forward computes with a parameter, if it is known.
-    """
+    """Return the modules that are not in blocks; `used` has the side on which a parameter is used, if it is known."""
     outer: list[OuterModule] = []
     defined: Side = "before"
     inside = tuple(f"{block}." for block in blocks)

@@ -260,11 +260,7 @@ class PartitionedModel:
 
     @torch.no_grad()
     def _check_chain(self, inputs: Inputs, specs: Sequence[ActivationSpec]) -> None:
-        """Run the whole forward with placeholders for all weights, the same on every rank.
-
-        Raises:
-            ConfigError: The blocks are no chain where stages begin.
-        """
+        """Run the whole forward with placeholders for all weights, the same on every rank."""
         zeros = [torch.zeros((), dtype=spec.dtype, device=self._device).expand(spec.shape) for spec in specs]
         check = ChainCheck(self._names, frozenset(self._firsts[1:]), self._forms, zeros, self._mode)
         with self._without_effects(), self._without_weights(), self._handling(check.handle, frozenset(("after",))):
@@ -279,11 +275,7 @@ class PartitionedModel:
             return cast("Tensor", self._dry_forward(inputs))
 
     def _dry_forward(self, inputs: Inputs, *, hooks: bool = False) -> object:
-        """Run a forward in which blocks return their inputs, or are left out.
-
-        Raises:
-            ConfigError: The model's own code needs more of blocks than their output.
-        """
+        """Run a forward in which blocks return their inputs, or are left out."""
         with entered_modules(self.model) as inside:
             try:
                 with self._refusing_sums_over_weights():

@@ -169,11 +169,7 @@ def least_samples(module: nn.Module) -> int:
 
 
 def objective_kind(objective: schema.ObjectiveConfig, model: schema.Model, facts: DataFacts, head: Head | None) -> str:
-    """Return the kind of the objective: one of those in `objectives`, `custom` or `given`.
-
-    Raises:
-        ConfigError: The configured kind doesn't fit the model.
-    """
+    """Return the kind of the objective: one of those in `objectives`, `custom` or `given`."""
     if objective.kind in ("custom", "given"):
         return objective.kind
     if isinstance(model, schema.CustomModel | schema.GivenModel) and head is None:

@@ -185,11 +185,7 @@ class ChunkedHeadLoss:
 
 
 def chunk_head_loss(objective: EvaluatedObjective, model: nn.Module, chunk: int) -> ChunkedHeadLoss:
-    """Move the loss into the model's head.
-
-    Raises:
-        ConfigError: The objective isn't a cross-entropy of tokens, or the model has no supported head.
-    """
+    """Move the loss into the model's head."""
     if not isinstance(objective, TargetLoss) or not objective.language:
         raise _refused(
             "computes a cross-entropy of tokens a few positions at a time, and no other objective; remove it"

@@ -83,11 +83,7 @@ def build_huggingface(section: HuggingFaceModel, facts: DataFacts, seed: int, *,
 def build_meta_huggingface(
     section: HuggingFaceModel, facts: DataFacts, seed: int, *, trust_remote_code: bool
 ) -> MetaModel | None:
-    """Return the same model without values, which are made block by block; None if all must be made at once.
-
-    Raises:
-        ConfigError: As for `build_huggingface`.
-    """
+    """Return the same model without values, which are made block by block; None if all must be made at once."""
     with _refusals_as_config_errors(section):
         config = _config(section, facts, trust_remote_code)
         with parameters_without_values():
@@ -174,11 +170,7 @@ def _judge(section: HuggingFaceModel, model: Any, match: WeightMatch) -> None:
 
 
 def sketch_huggingface(section: HuggingFaceModel, facts: DataFacts, *, trust_remote_code: bool) -> nn.Module:
-    """Return the same module without values, for the meta device. No weights are read.
-
-    Raises:
-        ConfigError: As for `build_huggingface`.
-    """
+    """Return the same module without values, for the meta device. No weights are read."""
     with _refusals_as_config_errors(section):
         config = _config(section, facts, trust_remote_code)
         if facts.vocabulary is not None:

@@ -99,11 +99,7 @@ def shapes_alone() -> Iterator[None]:
 
 
 class Draws(TorchFunctionMode):
-    """A mode that skips normal draws: on the meta device they only import 800 modules, which takes a second.
-
-    Attributes:
-        skipped: The tensors of the skipped draws, and those that were asked whether they have memory.
-    """
+    """A mode that skips normal draws, which on the meta device take a second; `skipped`: their tensors."""
 
     def __init__(self) -> None:
         super().__init__()

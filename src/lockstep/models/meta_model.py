@@ -38,11 +38,7 @@ class MetaModel:
     values: Values
 
     def allocate(self, device: torch.device, *, offloaded: bool = False) -> None:
-        """Give the model, which may have been sharded, memory on a device.
-
-        Args:
-            offloaded: Whether the host holds the parameters; buffers are on the device.
-        """
+        """Give the model, which may have been sharded, memory on a device; `offloaded`: parameters are on the host."""
         buffers = [dict(module._buffers) for module in self.model.modules()]
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)  # they stay the same objects: FSDP keeps references

@@ -31,22 +31,14 @@ def logits_of(outputs: object) -> Tensor:
 
 
 def loss_of(outputs: object) -> Tensor:
-    """Return the loss that a forward has computed: in a mapping `loss`, in a tuple its only number.
-
-    Raises:
-        RunFailed: There is none.
-    """
+    """Return the loss that a forward has computed: in a mapping `loss`, in a tuple its only number."""
     parts = outputs if isinstance(outputs, tuple | list) else (outputs,)
     numbers = [part for part in parts if isinstance(part, Tensor) and not part.dim()]
     return numbers[0] if len(numbers) == 1 else part_of(outputs, "loss")
 
 
 def part_of(outputs: object, name: str) -> Tensor:
-    """Return a named tensor among the outputs of a transformers model.
-
-    Raises:
-        RunFailed: There is none.
-    """
+    """Return a named tensor among the outputs of a transformers model."""
     tensor = outputs.get(name) if isinstance(outputs, Mapping) else None
     if isinstance(tensor, Tensor):
         return tensor

@@ -53,11 +53,7 @@ def _no_match(pattern: str, names: list[str]) -> Problem:
 
 
 def refuse_parameters(model: nn.Module, dtypes: Collection[str]) -> None:
-    """Raise ConfigError for parameters that can't be trained, and for tensors that can't be saved.
-
-    Args:
-        dtypes: Those that a checkpoint can hold.
-    """
+    """Raise ConfigError for parameters that can't be trained, and for tensors that no checkpoint holds (`dtypes`)."""
     problems = [
         Problem("", "model", message)
         for path, module in model.named_modules()

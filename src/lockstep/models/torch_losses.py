@@ -69,11 +69,7 @@ def construct_objective(target: str, arguments: Mapping[str, Any]) -> object:
 
 
 def loss_module(objective: object) -> nn.modules.loss._Loss | None:
-    """Return a loss module of torch, or that of a function of `torch.nn.functional`; None for other objects.
-
-    Raises:
-        ConfigError: It is an unsupported function of torch, or a function of (outputs, targets).
-    """
+    """Return a loss module of torch, or that of a function of `torch.nn.functional`; None for other objects."""
     if isinstance(objective, nn.modules.loss._Loss):
         return objective
     function, options = objective, {}
@@ -169,11 +165,7 @@ class TorchLoss:
             raise RunFailed(f"targets go up to {highest}, but the loss has {number} class weights") from error
 
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
-        """Return the loss with reduction "sum".
-
-        Raises:
-            ConfigError: Torch would fail, or broadcast outputs or targets silently.
-        """
+        """Return the loss with reduction "sum"."""
         predicted, targets = logits_of(outputs).float(), tensor_targets(batch)
         remedy = None
         if isinstance(self._loss, _CLASS_LOSSES):

@@ -30,11 +30,7 @@ def is_transformers_model(module: nn.Module) -> bool:
 
 
 def translated(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return the tensors under the names of the model's `state_dict`, and the others unchanged.
-
-    Returns:
-        None if the library can't load them.
-    """
+    """Return the tensors under the model's names, and others unchanged; None if the library can't load them."""
     try:
         with quiet(), generators_keyed(0, "names"):
             loaded, report = type(model).from_pretrained(

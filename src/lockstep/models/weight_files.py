@@ -220,11 +220,7 @@ def read_torch(file: Path, stand_ins: Mapping[str, type] = MappingProxyType({}),
 
 
 def _can_be_mapped(file: Path) -> bool:
-    """Return False for the older format, and for a compressed archive: torch would map the compressed bytes.
-
-    Raises:
-        ConfigError: A compressed archive unpacks to far more than its size; torch.save doesn't compress.
-    """
+    """Return False for the older format, and for a compressed archive: torch would map the compressed bytes."""
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()

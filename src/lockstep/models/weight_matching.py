@@ -82,11 +82,7 @@ class Slot:
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """Return the tensors of the model's `state_dict`, each once.
-
-    Raises:
-        ConfigError: It has a value that isn't a tensor.
-    """
+    """Return the tensors of the model's `state_dict`, each once."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -123,11 +119,7 @@ class WeightMatch:
 
     @torch.no_grad()
     def put(self, model: nn.Module, sharded: Mapping[str, Tensor] | None = None) -> None:
-        """Copy the tensors into the model, in its dtype, on its device.
-
-        Args:
-            sharded: The model's tensors, if it has been sharded since; this rank may have no shard of some.
-        """
+        """Copy the tensors into the model, or into `sharded` ones by name, of which this rank may lack some."""
         for slot, tensor in self.pairs:
             if sharded is None:
                 copy_from_full(slot.tensor, tensor)

@@ -60,11 +60,7 @@ def changed_groups(optimizer: torch.optim.Optimizer, before: list[dict[str, Any]
 
 
 def load_group_state(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Load the groups' changed values, if there are any.
-
-    Raises:
-        RunFailed: The number of groups differs.
-    """
+    """Load the groups' changed values, if there are any."""
     if not groups:
         return
     if len(groups) != len(optimizer.param_groups):

@@ -135,11 +135,7 @@ def build_elementwise(optim: Optim, groups: Groups) -> Elementwise:
 
 
 def custom_optimizer(optim: Optim) -> Callable[[Groups], torch.optim.Optimizer] | None:
-    """Return the function of parameter groups that `optim.target` names; None if the key is unset.
-
-    Raises:
-        ConfigError: It can't be imported or called, its arguments don't fit, or it needs a closure.
-    """
+    """Return the function of parameter groups that `optim.target` names; None if the key is unset."""
     if optim.target is None:
         return None
     make = extensions.load("optimizers", optim.target, key="optim.target")

@@ -165,11 +165,7 @@ _OF_TORCH = frozenset({"state", "param_groups"})
 
 
 def own_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Return what the optimizer keeps neither in parameters nor in groups, live, as far as `state_dict` returns it.
-
-    Raises:
-        RunFailed: A key of `state` is neither a parameter nor a string.
-    """
+    """Return what the optimizer keeps neither in parameters nor in groups, live, as far as `state_dict` returns it."""
     kept: Mapping[Any, Any] = optimizer.state
     shared: dict[Any, Any] = {key: value for key, value in kept.items() if not isinstance(key, Tensor)}
     for key in shared:

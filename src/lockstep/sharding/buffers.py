@@ -69,11 +69,7 @@ class SyncedBuffers:
                 ranks.copy_first(buffer.detach())
 
     def prepare(self) -> None:
-        """Let the modules hold buffers that can be copied from rank to rank. All ranks together.
-
-        Raises:
-            ConfigError: Forwards have given them other shapes or dtypes on some ranks.
-        """
+        """Let the modules hold buffers that can be copied from rank to rank. All ranks together."""
         buffers = current_buffers(self._owners)
         for (name, owner), buffer in zip(self._owners.items(), buffers, strict=True):
             if buffer is not None:

@@ -42,11 +42,7 @@ if TYPE_CHECKING:
 
 
 def build(context: ShardingContext) -> Sharding:
-    """Return the sharding of the ZeRO stage that the config names.
-
-    Raises:
-        ConfigError: DeepSpeed is not installed, or can't train this model with this config.
-    """
+    """Return the sharding of the ZeRO stage that the config names."""
     model, device = context.model, context.world.device
     config = engine_config(context.config, derived_of(context.plan))
     deepspeed = import_for(model, device)
@@ -96,11 +92,7 @@ BUILDER = Builder(build, shards_in_build=lambda config: config.parallel.deepspee
 
 
 def _fp32_values(model: nn.Module) -> dict[str, Tensor]:
-    """Return the values that DeepSpeed's bf16 mode will round.
-
-    Raises:
-        ConfigError: Some parameters are frozen.
-    """
+    """Return the values that DeepSpeed's bf16 mode will round."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             why = f"true would round {name} for good, in checkpoints too, because it is frozen; write false"
@@ -109,11 +101,7 @@ def _fp32_values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def import_for(model: nn.Module, device: torch.device) -> Any:
-    """Return DeepSpeed, which will work on the device.
-
-    Raises:
-        ConfigError: It is not installed, or can't train parameters such as the model's.
-    """
+    """Return DeepSpeed, which will work on the device."""
     deepspeed = import_deepspeed(device)
     refuse_other_than_fp32(model.named_parameters(), "parallel.strategy", "deepspeed keeps parameters")
     for name, parameter in model.named_parameters():
@@ -124,11 +112,7 @@ def import_for(model: nn.Module, device: torch.device) -> Any:
 
 
 def _initialize(deepspeed: Any, model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> Any:
-    """Return DeepSpeed's engine around the model, which is sharded in place.
-
-    Raises:
-        ConfigError: DeepSpeed refuses the model or the config.
-    """
+    """Return DeepSpeed's engine around the model, which is sharded in place."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     refusals = (AssertionError, ValueError, NotImplementedError, deepspeed.runtime.zero.utils.ZeRORuntimeException)
     try:
@@ -147,11 +131,7 @@ def _initialize(deepspeed: Any, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """Import DeepSpeed for a device; return its module.
-
-    Raises:
-        ConfigError: It isn't installed.
-    """
+    """Import DeepSpeed for a device; return its module."""
     for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):  # DeepSpeed uses their old names
         warnings.filterwarnings("ignore", f".*{name}. is deprecated", FutureWarning)
     try:

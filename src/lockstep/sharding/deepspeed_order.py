@@ -24,12 +24,7 @@ _REDUCE_OF_STAGE_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_g
 def deepspeed_order(
     zero: Any, stage: int, model: nn.Module, device: torch.device, unused_remedy: str
 ) -> CollectiveOrder:
-    """Return an order that refuses a collective that other ranks don't issue at the same point, before it is issued.
-
-    Args:
-        zero: DeepSpeed's optimizer around the model.
-        unused_remedy: See `ShardingContext.unused_remedy`.
-    """
+    """Return an order that refuses a collective of `zero`, DeepSpeed's optimizer, that other ranks don't issue."""
     parameters = [name for name, _ in model.named_parameters()]
     modules = [name for name, _ in model.named_modules()]
     parameter_index = {id(parameter): index for index, parameter in enumerate(model.parameters())}

@@ -27,11 +27,7 @@ _PREFIX = "lockstep-"
 
 
 def swap_folder(parent: str) -> Path:
-    """Make a folder for the files of this process; those of processes that have ended are deleted.
-
-    Raises:
-        ConfigError: It can't be written, or DeepSpeed's async_io can't be built.
-    """
+    """Make a folder for the files of this process; those of processes that have ended are deleted."""
     _load_async_io()
     place, own = Path(parent), f"{_PREFIX}{socket.gethostname()}-"
     try:

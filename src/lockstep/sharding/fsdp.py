@@ -51,11 +51,7 @@ _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": to
 
 
 def shard(context: ShardingContext) -> None:
-    """Shard the model in place; its parameters are on the CPU, on the device, or without values on the meta device.
-
-    Raises:
-        ConfigError: FSDP2 can't shard this model.
-    """
+    """Shard the model in place; its parameters are on the CPU, on the device, or without values on the meta device."""
     model, options = context.model, context.config.parallel.fsdp
     precision = options.mixed_precision
     for name, parameter in model.named_parameters():
@@ -300,11 +296,7 @@ _NEVER = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def units(model: nn.Module, options: FSDP, blocks: Sequence[str]) -> list[str]:
-    """Return the names of the units' modules in the order of the model: outer ones come before inner ones.
-
-    Raises:
-        ConfigError: The model has no module of a class that `wrap` names.
-    """
+    """Return the names of the units' modules in the order of the model: outer ones come before inner ones."""
     if options.wrap == "root":
         return []
     if options.wrap == "blocks":

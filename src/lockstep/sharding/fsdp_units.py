@@ -174,11 +174,7 @@ class AutocastGather:
                 group.post_backward = partial(_reduce_in_one_dtype, group, group.post_backward)
 
     def begin_forward(self) -> None:
-        """Set the precision for a forward of the whole model.
-
-        Raises:
-            RunFailed: The forward before awaits its backward, which needs the other precision.
-        """
+        """Set the precision for a forward of the whole model."""
         on = torch.is_autocast_enabled(self._kind) and torch.get_autocast_dtype(self._kind) is self._dtype
         if on is not self._on:
             if self._awaited:

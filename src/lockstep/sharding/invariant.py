@@ -222,11 +222,7 @@ class _FlatGradient:
         return missing
 
     def set_gradients(self, parameters: Sequence[nn.Parameter], missing: set[int]) -> None:
-        """Set the gradients of the parameters, except those that had none in any term.
-
-        Args:
-            missing: The parameters that had none in this rank's terms; others' terms are read for these alone.
-        """
+        """Set the gradients, except those that had none in any term; `missing` had none in this rank's terms."""
         present = self._present.tolist() if missing else []
         for index, (parameter, view) in enumerate(zip(parameters, self._views, strict=True)):
             parameter.grad = view if index not in missing or present[index] else None

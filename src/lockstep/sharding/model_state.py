@@ -132,11 +132,7 @@ class ModelState:
 
     @torch.no_grad()
     def live_state(self) -> TrainingState:
-        """Return the live state of model and optimizer. All ranks together.
-
-        Raises:
-            RunFailed: The model or the optimizer keeps state that can't be saved.
-        """
+        """Return the live state of model and optimizer. All ranks together."""
         self._begin_read()
         tensors, tied = self._tensors()
         parameters = {name for name, _ in self.model.named_parameters()}

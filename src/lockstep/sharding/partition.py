@@ -87,11 +87,7 @@ class ModelPartition:
         return bool(self._shared or self._partial)
 
     def reduce_shared(self, gradients: Mapping[str, Tensor]) -> None:
-        """Sum, in place, the gradients of parameters that both ends hold, or that are partial in the tensor group.
-
-        Args:
-            gradients: This rank's, by the names of parameters.
-        """
+        """Sum, in place, this rank's gradients of shared parameters, and of those partial in the tensor group."""
         shared = [gradients[name] for name in sorted(self._shared & gradients.keys())]
         sum_in_buckets(shared, self._ends, self._device)
         if self._tensor_group is not None:
@@ -126,11 +122,7 @@ class ModelPartition:
         return {name: specs[name] for name in self._names if name in specs}
 
     def gather_state(self, state: TrainingState) -> TrainingState:
-        """Return this rank's state with an empty shard for each tensor that others hold. All ranks together.
-
-        Raises:
-            RunFailed: The optimizer's groups, or other state of its own, differ between ranks.
-        """
+        """Return this rank's state with an empty shard for each tensor that others hold. All ranks together."""
         if not self.is_divided:
             return state
         everywhere = cast("list[Any]", self._axis.gather((specs_of(state.tensors), state.values)))

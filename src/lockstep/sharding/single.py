@@ -34,11 +34,7 @@ def run_backward(loss: Tensor, seed: Tensor) -> None:
 
 
 class LocalStep(GradientStep):
-    """The step of a process that has all gradients.
-
-    Args:
-        module: The module that a training forward calls, if it isn't the model itself.
-    """
+    """The step of a process that has all gradients; `module`: what a training forward calls, if it isn't the model."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, squared_norm: SquaredNorm, module: nn.Module | None = None

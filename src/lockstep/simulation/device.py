@@ -266,11 +266,7 @@ def note_wait(call: str) -> None:
 
 @cache
 def register() -> Any:
-    """Make the device known to torch, once in a process, and return its module.
-
-    Raises:
-        RuntimeError: The process has another device of a Python backend.
-    """
+    """Make the device known to torch, once in a process, and return its module."""
     from torch.utils import backend_registration
 
     module = _device()

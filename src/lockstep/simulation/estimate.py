@@ -142,11 +142,7 @@ class Estimator:
             raise explained(error) from error
 
     def _without_files(self, config: Config) -> Config:
-        """Return the config with state on the host instead of in files: an accelerator holds the same.
-
-        Raises:
-            Unpredictable: The host itself is what is simulated.
-        """
+        """Return the config with state on the host instead of in files: an accelerator holds the same."""
         parallel = config.parallel
         strategy = find_strategy(self.planned(config).strategy)
         options = strategy.options_of(parallel)
@@ -263,11 +259,7 @@ def _replaced(section: Any, path: Sequence[str], value: object) -> Any:
 
 
 def readable(config: Config, facts: DataFacts) -> Config:
-    """Return the config with data that can be read: its own, or made-up batches if it need not be on this machine.
-
-    Raises:
-        ConfigError: The batches of `data.train` aren't known in advance.
-    """
+    """Return the config with data that can be read: its own, or made-up batches if it need not be on this machine."""
     if sizes_of_config(config) is None:
         return config
     return config.model_copy(update={"data": config.data.model_copy(update={"train": made_up_data(config, facts)})})

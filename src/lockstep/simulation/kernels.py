@@ -140,11 +140,7 @@ def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float 
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], without_data: Callable[[Any], Any]) -> Any:
-    """Return the result of an operation on tensors without data, as the kernel of their device makes it.
-
-    Args:
-        without_data: Makes a tensor without data of one on the CPU.
-    """
+    """Return the result of an operation on tensors without data, as the kernel of their device makes it."""
     if _is_fused_update(func):
         return None
     if func is aten._grouped_mm.default:
@@ -189,11 +185,7 @@ def grouped_product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the shape of `torch._grouped_mm`, whose arguments these are.
-
-    Raises:
-        RuntimeError: The kernel would refuse them.
-    """
+    """Return the shape of `torch._grouped_mm`, whose arguments these are."""
     if left.dtype != right.dtype:
         raise RuntimeError(f"_grouped_mm expects matrices of one dtype, but got {left.dtype} and {right.dtype}")
     for matrix in (left, right):

@@ -72,11 +72,7 @@ class MadeUp:
 
 
 def made_up_data(config: Config, facts: DataFacts) -> CustomData:
-    """Return a section of made-up data with the batches of `data.train`.
-
-    Raises:
-        ConfigError: `data.train` has no batches for the model, or they aren't known in advance.
-    """
+    """Return a section of made-up data with the batches of `data.train`."""
     train, task = config.data.train, task_of(config, None)[0]
     check_task(train, task)
     own = task in (None, LANGUAGE_MODEL)
@@ -102,11 +98,7 @@ def made_up_data(config: Config, facts: DataFacts) -> CustomData:
 
 
 def made_up_texts(config: Config, model: object, length: int) -> MadeUp:
-    """Return texts of `length` tokens for a language model.
-
-    Args:
-        model: The module that was passed in Python; None: the config has the model.
-    """
+    """Return texts of `length` tokens for a language model, the config's or a module that was passed in Python."""
     head = head_of(model) if isinstance(model, nn.Module) else None
     own = config.model.kind == "transformer"
     if head is None and not own and config.model.kind != "huggingface":

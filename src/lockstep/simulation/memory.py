@@ -81,12 +81,7 @@ class Peak:
 
 
 class MemoryLedger:
-    """Records the blocks of a device while operations run.
-
-    Args:
-        device_type: Of the device; other tensors aren't counted.
-        vocabulary: Sizes of the last dim by which logits are recognized.
-    """
+    """Records the blocks of a device while operations run; logits have a last dim of a size in `vocabulary`."""
 
     def __init__(self, device_type: str, vocabulary: Iterable[int] = ()) -> None:
         self.phase: Category = "other"

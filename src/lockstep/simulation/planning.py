@@ -89,11 +89,7 @@ def estimate_memory(
 
 
 def estimator_for(loaded: LoadedConfig, memory: int | None, *, trust_remote_code: bool) -> Estimator:
-    """Return the estimator of a command's run.
-
-    Args:
-        memory: Bytes of each rank; None: those that it would have on this machine.
-    """
+    """Return the estimator of a command's run; `memory` of None: what a rank would have on this machine."""
     config, given = loaded.config, UserObjects(trust_remote_code=trust_remote_code)
     ranks = choose_ranks(config.launch)
     return estimator_of(config, ranks, memory or memory_here(config, ranks), given)
@@ -193,11 +189,7 @@ class MeasuredMemory:
 
 
 def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) -> MeasuredMemory:
-    """Return the predicted and the measured peak of the rank that needs most, over three updates on this machine.
-
-    Raises:
-        RunFailed: They don't fit here, or ended without a result.
-    """
+    """Return the predicted and the measured peak of the rank that needs most, over three updates on this machine."""
     given = UserObjects(trust_remote_code=trust_remote_code)
     length = {"steps": _MEASURED_UPDATES, "samples": None, "tokens": None, "epochs": None}
     config = loaded.config.model_copy(update={"run": loaded.config.run.model_copy(update=length)})

@@ -25,12 +25,7 @@ _MACHINE_RANKS = 8
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRank:
-    """A rank on the simulated device.
-
-    Attributes:
-        collectives: What it has issued, in order.
-        execution: Has the host's waits.
-    """
+    """A rank on the simulated device; `collectives` are those that it has issued, in order."""
 
     world: World
     execution: Execution
