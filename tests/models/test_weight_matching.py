@@ -6,9 +6,6 @@ import argparse
 import json
 import os
 import pickle
-import shlex
-import subprocess
-import sys
 import zipfile
 from collections import OrderedDict
 from functools import partial
@@ -430,17 +427,13 @@ def test_a_hostile_pickle_is_refused_and_not_executed(tmp_path: Path, zipped: bo
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["a state dict", "a pickled module"])
-def test_the_suggested_conversion_works(tmp_path: Path, whole: bool) -> None:
-    source, model = made(1, small.Net), made(2, small.Net)
+def test_what_needs_more_than_tensors_is_refused_with_the_remedy(tmp_path: Path, whole: bool) -> None:
+    source = made(1, small.Net)
     content = source if whole else {"state_dict": source.state_dict(), "args": argparse.Namespace(lr=1)}
     torch.save(content, tmp_path / "it's.pt")
-    message = refusal(model, tmp_path / "it's.pt")
+    message = refusal(made(2, small.Net), tmp_path / "it's.pt")
     assert ("kit.small.Net" if whole else "argparse.Namespace") in message
-    program, *words = shlex.split(message.splitlines()[-1])
-    assert program == "python"
-    subprocess.run([sys.executable, *words], check=True, cwd=Path(small.__file__).parents[1])
-    assert started(model, tmp_path / "it's.safetensors") == ()
-    assert_same(model, source.state_dict())
+    assert "save_file as it's.safetensors" in message
 
 
 def test_torchscript_is_refused(tmp_path: Path) -> None:

@@ -194,15 +194,15 @@ def _numbers(sums: object) -> Iterator[tuple[str, Tensor]]:
             number = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError):
             number = None
-        if number is None or number.numel() != 1 or number.is_complex():
+        is_sum = number is not None and number.numel() == 1 and not number.is_complex()
+        if number is None or not is_sum or not isinstance(name, str) or name in _OWN_SUMS:
             what = type(value).__name__ if number is None else f"{number.dtype!s} {list(number.shape)}"
-            why = f"metric_sums returned {name!r} as {what}; return a sum over the batch, such as value.sum()"
-        elif not isinstance(name, str) or name in _OWN_SUMS:
-            why = f"metric_sums returned a metric with the name {name!r}; give it another, a text"
-        else:
-            yield name, number.reshape(())
-            continue
-        raise ConfigError(Problem("", "objective", why))
+            why = (
+                f"metric_sums returned {name!r}: {what}; return sums over the batch, such as value.sum(), by names "
+                f"other than {' and '.join(_OWN_SUMS)}"
+            )
+            raise ConfigError(Problem("", "objective", why))
+        yield name, number.reshape(())
 
 
 def _one_sample(samples: int) -> ConfigError:

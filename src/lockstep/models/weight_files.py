@@ -239,25 +239,15 @@ def _refused(file: Path, message: str, remedy: str | None) -> str:
     name = re.search(r"GLOBAL (\S+)", message)
     if name is None:
         return f"{file} isn't a file of tensors by torch.save: {_first_bytes(file) or 'its pickled data is malformed'}"
-    program = (  # a line for a shell
-        "import torch; from safetensors.torch import save_file; "
-        f'content = torch.load({json.dumps(str(file))}, map_location="cpu", weights_only=False); '
-        "content = content.state_dict() if isinstance(content, torch.nn.Module) else content; "
-        f"content = next((content[key] for key in {json.dumps(_NESTS)} if key in content), content); "
-        "save_file({name: value.clone().contiguous() for name, value in content.items() "
-        f"if isinstance(value, torch.Tensor)}}, {json.dumps(str(_converted(file)))})"
-    )
-    convert = command_line("python", "-c", program)
     return (
         f"{file} needs {readable(name[1])} to be unpickled, which is more than tensors; that is refused, since "
         "unpickling can run any code. "
-        + (remedy or f"If you trust the file, convert it to a file of tensors:\n  {convert}")
+        + (
+            remedy
+            or "If you trust the file, load it in Python by torch.load(..., weights_only=False), and save its "
+            f"state_dict() by safetensors.torch.save_file as {file.with_suffix('.safetensors').name}"
+        )
     )
-
-
-def _converted(file: Path) -> Path:
-    """Return the name of a file of tensors; transformers looks for `model` in a folder."""
-    return file.with_name(f"{file.stem.removeprefix('pytorch_')}.safetensors")
 
 
 def _first_bytes(file: Path) -> str | None:
