@@ -125,4 +125,4 @@ def test_a_rank_takes_its_own_part_of_a_saved_state() -> None:
 
 def test_groups_that_differ_between_stages_are_refused() -> None:
     for message in in_world(2, gathered, True):
-        assert "a value in its groups that differs between the stages of the pipeline" in message
+        assert "that differs between the stages of" in message

@@ -43,6 +43,24 @@ def inputs_misfit(module: nn.Module, inputs: Inputs) -> ConfigError | None:
     return ConfigError(Problem("", "model.inputs", f"the forward of {name} takes {main}, and {differences}"))
 
 
+def refuse_unknown_names(module: nn.Module, names: Mapping[str, str | None]) -> None:
+    """Raise ConfigError if the forward has no inputs of the names in `model.inputs`, before any data is read.
+
+    Args:
+        names: The data's names to the forward's; None: the input is left out.
+    """
+    signature = _plain(inspect.signature(module.forward))
+    parameters = signature.parameters
+    unknown = {given: new for given, new in names.items() if new is not None and new not in parameters}
+    if not unknown or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    lacking = [key for key, parameter in parameters.items() if _is_required(parameter) and key not in names.values()]
+    meant = dict(zip(unknown, [*lacking, *[None] * len(unknown)], strict=False))
+    written = f"model.inputs: {_as_yaml({**names, **meant})} (null leaves an input out)"
+    why = f"{_as_yaml(unknown)}, but {_class_name(module)} has forward{signature}; write {written}"
+    raise ConfigError(Problem("", "model.inputs", why))
+
+
 def _as_yaml(names: Mapping[str, str | None]) -> str:
     return f"{{{', '.join(f'{given}: {new}' if new else f'{given}: null' for given, new in names.items())}}}"
 

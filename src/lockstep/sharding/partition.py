@@ -129,13 +129,12 @@ class ModelPartition:
         tensors: dict[str, Any] = dict(state.tensors)
         values: dict[str, Any] = {"optimizer": {}, "groups": state.values["groups"], "tied": {}}
         own = state.values.get("own")
-        groups_differ = any(of_rank["groups"] != state.values["groups"] for _, of_rank in everywhere)
-        if groups_differ or any(of_rank.get("own") != own for _, of_rank in everywhere):
-            where = "in its groups" if groups_differ else "for all parameters"
+        alike = [state.values["groups"], own]
+        if any([of_rank["groups"], of_rank.get("own")] != alike for _, of_rank in everywhere):
             raise RunFailed(
-                f"the optimizer keeps a value {where} that differs between the stages of the pipeline, since each has "
-                "seen its own gradients alone: it can't be saved, and the run isn't the single process's; use another "
-                "strategy"
+                "the optimizer keeps a value in its groups, or for all parameters, that differs between the stages of "
+                "the pipeline, since each has seen its own gradients alone: it can't be saved, and the run isn't the "
+                "single process's; use another strategy"
             )
         if own:
             values["own"] = own

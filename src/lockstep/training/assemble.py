@@ -22,6 +22,7 @@ from lockstep.core.records import DataFacts
 from lockstep.data.loader import TrainingLoader, evaluation_batches
 from lockstep.data.sources import PreparedSource
 from lockstep.distributed.rng import seed_everything
+from lockstep.engine.input_names import refuse_unknown_names
 from lockstep.models.attention_masks import decide_masks, without_full_mask
 from lockstep.models.build import build_meta_model, build_model, parameter_facts, sketch_model
 from lockstep.models.building_objectives import coupling
@@ -197,6 +198,7 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
         seed, trust = config.run.seed, given.trust_remote_code
         model = build_model(config.model, source.facts, seed, trust_remote_code=trust)
     refuse_parameters(model, ELEMENT_BYTES)
+    refuse_unknown_names(model, config.model.inputs)
     plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
     pretrained = match_initial_weights(model, config.model)
     if pretrained is not None:
