@@ -24,10 +24,9 @@ _COLLECTED = ("output_router_logits", "output_hidden_states", "output_attentions
 
 @dataclass(frozen=True, slots=True)
 class PartitionSpec:
-    """The requested partition of a pipeline.
+    """The requested partition of a pipeline, for the rank at coordinate `rank`.
 
     Attributes:
-        rank, ranks: This rank's coordinate on the pipeline, and the pipeline's number of ranks.
         split: Names of the first blocks of stages, from the second on; None: stages of about the same cost.
     """
 

@@ -174,8 +174,7 @@ class PartitionedModel:
     def run(self, stage: int, activation: Tensor | None, inputs: Inputs) -> Any:
         """Run a stage's part of a forward on a micro-batch, from the activation that the stage before has sent.
 
-        Returns:
-            The activation for the next stage; of the last, the model's output.
+        Returns the activation for the next stage; of the last, the model's output.
         """
         span, last = self._spans[stage], len(self._modules) - 1
         passed: PassedThrough | None = None

@@ -57,12 +57,7 @@ class Weights:
 
 
 def read_weights(place: Path) -> Weights:
-    """Read a file, or all files of a folder.
-
-    Raises:
-        ConfigError: It doesn't exist, has no tensors, or requires more than tensors to be unpickled.
-        RunFailed: A file differs from its hash.
-    """
+    """Read a file, or all files of a folder; raise RunFailed if one differs from its hash, else ConfigError."""
     try:
         file = _main_file(place.expanduser())
         tensors, skipped = _read_sharded(file) if file.name.endswith(_INDEX) else _read(file)

@@ -40,11 +40,7 @@ DEQUANTIZE = "dequantize it where it was made (transformers: `model.dequantize()
 
 
 def match_initial_weights(model: nn.Module, section: ModelSection) -> WeightMatch | None:
-    """Match the weights of `init_from` with the model, which may be on the meta device; None if the key is unset.
-
-    Raises:
-        ConfigError: They can't be read, or don't match; it lists missing, unexpected and reshaped tensors.
-    """
+    """Match the weights of `init_from`, if it is set, with the model; raise ConfigError for all that doesn't fit."""
     if section.init_from is None:
         return None
     with problems_of("init_from"):

@@ -77,11 +77,7 @@ def load_group_state(optimizer: torch.optim.Optimizer, groups: list[dict[str, An
 
 @torch.no_grad()
 def load_named_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Mapping[str, Any]]) -> None:
-    """Copy the state into the optimizer; existing tensors are written in place, since others may refer to them.
-
-    Raises:
-        RunFailed: Parameters or shapes differ from the optimizer's; nothing has been changed.
-    """
+    """Copy the state into the optimizer's tensors; raise RunFailed, and change nothing, if names or shapes differ."""
     named = named_parameters(optimizer)
     names = {name for name, _ in named}
     missing, unexpected = names - set(parameters), set(parameters) - names

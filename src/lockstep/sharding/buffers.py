@@ -28,11 +28,7 @@ _SMALL = 2**20  # bytes that are copied in 0.1 ms
 
 
 class SyncedBuffers:
-    """The saved buffers of a model.
-
-    Args:
-        group: The ranks that hold the same model; None: all.
-    """
+    """The saved buffers of a model that the ranks of `group` hold alike; None: all ranks."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -55,11 +51,7 @@ class SyncedBuffers:
         return begins
 
     def synchronize(self) -> None:
-        """Copy the first rank's buffers to all ranks of the group.
-
-        Raises:
-            ConfigError: Forwards have given them other shapes or dtypes on some ranks.
-        """
+        """Copy the first rank's buffers to the group; raise ConfigError if some ranks' have other shapes or dtypes."""
         if not self._owners:
             return
         self.prepare()

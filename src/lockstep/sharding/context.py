@@ -38,11 +38,7 @@ class OptimizerFactory(Protocol):
         """True for a user's optimizer, which may depend on the shapes of parameters."""
 
     def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]], shards: RowShards | None = None) -> Optimizer:
-        """Return the optimizer of these parameters.
-
-        Args:
-            shards: How ranks hold them, if these are this rank's rows of matrices that the optimizer needs whole.
-        """
+        """Return the optimizer of these parameters; `shards`: how ranks hold them, if these are this rank's rows."""
 
     def elementwise(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Elementwise:
         """Return an optimizer that may see the parameters flattened, or raise ConfigError."""

@@ -26,12 +26,7 @@ if TYPE_CHECKING:
 
 
 class ZeroShard:
-    """The range of one parameter's elements that this rank holds.
-
-    Attributes:
-        flat: Its fp32 values, those that are updated.
-        group: The index of the flat memory that holds it; None: the parameter is frozen.
-    """
+    """The range `flat` of one parameter's elements, as fp32 values; `group` of None: the parameter is frozen."""
 
     def __init__(self, parameter: nn.Parameter, flat: FlatShard, group: int | None, offset: int) -> None:
         self.parameter = parameter

@@ -47,11 +47,7 @@ class FSDPUnit:
         on_gather: Callable[[FSDPUnit], None],
         on_reduce: Callable[[FSDPUnit, Sequence[Tensor]], None],
     ) -> None:
-        """Call back before each of this unit's collectives.
-
-        Args:
-            on_reduce: Gets the trained parameters that have a gradient; if there are none, this rank sends nothing.
-        """
+        """Call back before each collective; `on_reduce` gets the trained parameters with a gradient, if any is sent."""
         module.set_custom_all_gather(cast("Any", _AnnouncedGather(self._gather, lambda: on_gather(self))))
         original = self.group.post_backward
 

@@ -186,11 +186,7 @@ class ModelState:
 
     @torch.no_grad()
     def restore(self, state: TrainingState) -> None:
-        """Set model and optimizer to `state`: whole tensors on the CPU, or this rank's shards.
-
-        Raises:
-            RunFailed: It belongs to another model or optimizer.
-        """
+        """Set model and optimizer to `state`, whole or this rank's shards; raise RunFailed if it is another model's."""
         if self._partition is not None:
             state = self._partition.own_state(state)
         self._cast_buffers(state)

@@ -78,7 +78,6 @@ class Estimator:
     """Estimates the memory of a run's ranks.
 
     Attributes:
-        facts, parameters: Of the data and of the model.
         memory: Bytes of each rank; None: unknown.
         device_type: `cpu`: as ranks compute on the CPU.
         decision: What `auto` takes, if that is known.

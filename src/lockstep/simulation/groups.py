@@ -45,12 +45,7 @@ class WrongDevice(RuntimeError):
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """The ranks of a group, of which there is this one.
-
-    Attributes:
-        device_type: Of all tensors.
-        issued: The collectives of all groups of this device, in order; shared by all groups.
-    """
+    """The ranks of a group, of which there is this one; `issued` has the collectives of all groups, in order."""
 
     def __init__(self, rank: int, size: int, device_type: str, issued: list[Collective]) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]

@@ -69,11 +69,7 @@ class StorageRecord:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The peak of the bytes that tensors hold on a device, and what held them then.
-
-    Attributes:
-        by_module: Bytes by module's name and category; those of no module have an empty name.
-    """
+    """The peak of the bytes that tensors hold on a device, and what held them then; of no module: an empty name."""
 
     bytes: int
     by_category: Mapping[Category, int]
