@@ -168,7 +168,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "ctrl_c_stops_all_hosts_saved_and_sigkill_leaves_nothing_there": 0,
         "hosts_that_share_no_folder_are_refused": 0,
     },
-    "models/test_weight_matching.py": {"the_suggested_conversion_works": 1},
+    "models/test_weight_matching.py": {"what_needs_more_than_tensors_is_refused_with_the_remedy": 1},
     "monitor/test_notebook.py": {"a_run_in_a_notebook_prints_plain_lines_and_its_ranks_have_what_cells_define": 0},
     "optim/test_optimizers.py": {"torchs_compiler_is_not_imported_by_a_run_nor_by_building_an_optimizer": 0},
     "profiling/test_command.py": {"a_running_job_of_two_ranks": 0},
