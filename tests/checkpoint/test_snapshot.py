@@ -25,7 +25,6 @@ from lockstep.checkpoint.snapshot import FileImage, Snapshot
 from lockstep.checkpoint.write_plan import WriteItem
 from lockstep.core.records import TrainingState
 from lockstep.distributed.shard_boxes import local_shards
-from lockstep.distributed.swapped_shard import SwappedShard
 from lockstep.simulation.ranks import simulated_rank
 from lockstep.simulation.sessions import simulated_session
 from lockstep.stores.blobs import UserStore
@@ -152,26 +151,6 @@ def test_memory_that_is_missing_costs_a_save_and_is_asked_for_again(tmp_path: Pa
     assert failures == ["RuntimeError: CUDA error: out of memory", None]
     file = (tmp_path / "step-00000002" / "rank-00000.safetensors").stat().st_size
     assert sum(asked) - asked[2] == file, "what had been allocated was kept"
-
-
-def test_state_in_files_is_read_when_it_is_copied(tmp_path: Path) -> None:
-    """Neither the state nor the copy of it is in memory; a checkpoint is restored to the files."""
-    values = torch.arange(600.0)
-    values.numpy().tofile(tmp_path / "values")
-    shard = SwappedShard(tmp_path / "values", 100, 450, 0, (15, 30), torch.device("cpu"), 450)
-    storage, axis = LocalStorage(tmp_path / "saved"), Meeting(1).axis(0)
-    saver = Saver(storage, axis, torch.device("cpu"), RunMetadata("run", {}, {}))
-    state = TrainingState({"optimizer.exp_avg.w": shard, "model.b": torch.ones(3)})
-    before_update = saver.start(state, StepMetadata(1, 0, 0, {}))
-    before_update()
-    shard.write(torch.zeros(450))
-    saver.finish()
-    loaded = load_newest(storage, axis, state)
-    assert loaded is not None
-    assert torch.equal(loaded.state.tensors["optimizer.exp_avg.w"], values[100:550])
-    shard.write(loaded.state.tensors["optimizer.exp_avg.w"])
-    assert (tmp_path / "values").read_bytes() == values.numpy().tobytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "values"], "the copy's file has no name"
 
 
 @pytest.mark.parametrize("chunk", [64, 192, 4096])

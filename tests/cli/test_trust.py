@@ -334,7 +334,6 @@ REACHING: dict[str, dict[str, Any]] = {  # key -> sections in which it alone rea
     "monitor.trackers[0].target": {"monitor": {"trackers": [{"target": "mlflow"}]}},
     "monitor.prometheus.address": {"monitor": {"prometheus": {"address": "0.0.0.0"}}},
     "recovery.notice": {"recovery": {"notice": "http://attacker/ask"}},
-    "parallel.deepspeed.nvme_path": {"parallel": {"deepspeed": {"nvme_path": "/home/me"}}},
     "parallel.deepspeed.config": {"parallel": {"deepspeed": {"config": "../ds.json"}}},
     "parallel.deepspeed.config.aio.path": {"parallel": {"deepspeed": {"config": {"aio": {"path": "/home/me"}}}}},
     "parallel.strategy": {"parallel": {"strategy": "evil.py:STRATEGY"}},

@@ -223,7 +223,6 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "ddp_sends_the_order_of_the_buckets_of_hundreds_of_parameters": 0,
         "repeated_operations_make_what_torch_makes": 0,
         "stage_3_frees_parameters_on_the_cpu": 0,
-        "state_on_nvme_is_not_on_the_accelerator": 0,
         "the_fullest_stage_of_a_pipeline_is_its_peak": 0,
     },
     "simulation/test_fsdp_offload.py": {"the_host_holds_the_state_and_updates_what_forwards_gather": 0},

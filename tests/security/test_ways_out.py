@@ -131,7 +131,6 @@ def test_trackers_notices_and_ports_are_asked_for_before_anything_is_reached(
             "prometheus": {"address": "0.0.0.0", "port": 0},
         },
         "recovery": {"notice": str(tmp_path / "notice")},
-        "parallel": {"deepspeed": {"nvme_path": str(tmp_path / "nvme")}},
     }
     (tmp_path / "notice").touch()  # would stop the run
     (stranger / "config.yaml").write_text(json.dumps({**CONFIG, **sections}))
@@ -140,7 +139,6 @@ def test_trackers_notices_and_ports_are_asked_for_before_anything_is_reached(
     assert main(["train", str(stranger)]) == 2
     listed = [line.partition(": ")[0].strip() for line in capsys.readouterr().err.splitlines()[1:-1]]
     assert listed == [
-        "parallel.deepspeed.nvme_path",
         "recovery.notice",
         "monitor.trackers[0].target",
         "monitor.trackers[0].arguments.uri",

@@ -9,30 +9,23 @@ The next save reuses its memory: allocating it takes ten times as long as the co
 
 from __future__ import annotations
 
-import mmap
-import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from lockstep.checkpoint.file_layout import FileLayout, WriteItem
 from lockstep.distributed.shard_boxes import Box, flat_boxes, live_part, shard_view
-from lockstep.distributed.swapped_shard import SwappedShard
-
-Source: TypeAlias = "Tensor | Callable[[], Tensor]"
-"""A tensor, or what reads it when it is copied."""
 
 
 class Copy(NamedTuple):
     """A copy to the image: of the part `where` of a tensor; None: of all of it."""
 
     target: Tensor
-    source: Source
+    source: Tensor
     where: tuple[slice, ...] | None
 
 
@@ -72,7 +65,7 @@ class FileImage:
         self.write(0, self._layout.header)
         self._places = [list(self._parts_of(*span)) for span in self._layout.spans()]
 
-    def copies(self, sources: Mapping[int, Source]) -> Iterator[Copy]:
+    def copies(self, sources: Mapping[int, Tensor]) -> Iterator[Copy]:
         """Yield the copies that fill the image, of tensors by their index in the layout."""
         assert self._places is not None, "an image is allocated before it is filled"
         for index, source in sources.items():
@@ -114,26 +107,25 @@ CHUNK_BYTES = 2**26  # of page-locked memory
 
 
 class Snapshot:
-    """A copy of a rank's part of the state, in memory or, if the state is in files, in a file in `folder`.
+    """A copy of a rank's part of the state, in memory.
 
     From an accelerator it is copied to page-locked memory on a separate stream, for which an update's kernels wait. The
     host only waits for what `complete` copies: tensors on the host, and the first time all, since it allocates memory.
     `image` is complete from then until the next `begin`.
     """
 
-    def __init__(self, layout: FileLayout, device: torch.device, folder: Path | None = None) -> None:
+    def __init__(self, layout: FileLayout, device: torch.device) -> None:
         self.layout = layout
         self._device = device
-        self._is_on_host = device.type == "cpu" or folder is not None
+        self._is_on_host = device.type == "cpu"
         if self._is_on_host:
-            new = partial(torch.empty, dtype=torch.uint8) if folder is None else partial(_mapped, folder)
-            self.image = FileImage(layout, layout.size, new)
+            self.image = FileImage(layout, layout.size, partial(torch.empty, dtype=torch.uint8))
             self.image.allocate()
         else:
             self.image = FileImage(layout, CHUNK_BYTES, page_locked)
             self._module = torch.get_device_module(device)
             self._stream = self._module.Stream(device)
-        self._remaining: dict[int, Source] = {}
+        self._remaining: dict[int, Tensor] = {}
         self._done = threading.Event()
         self._done.set()
         self._copied: torch.Event | None = None
@@ -149,14 +141,14 @@ class Snapshot:
         if self._remaining:
             self._done.clear()
 
-    def _begin_on_stream(self, now: dict[int, Tensor], later: dict[int, Source]) -> None:
+    def _begin_on_stream(self, now: dict[int, Tensor], later: dict[int, Tensor]) -> None:
         current = self._module.current_stream(self._device)
         self._stream.wait_stream(current)
         with self._module.stream(self._stream):
             if self.image.is_allocated:
                 copy(self.image.copies(now))
                 current.wait_event(self._stream.record_event())
-                self._remaining = {index: source for index, source in later.items() if _is_on_host(source)}
+                self._remaining = {index: source for index, source in later.items() if source.device.type == "cpu"}
                 copy(self.image.copies({index: later[index] for index in later.keys() - self._remaining.keys()}))
             else:
                 self._remaining = {**{index: source.clone() for index, source in now.items()}, **later}
@@ -191,27 +183,17 @@ def page_locked(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
-def _mapped(folder: Path, size: int) -> Tensor:
-    """Return memory that the system may write to a disk; the file has no name, and ends with the process."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.truncate(size)
-        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
-
-
 def _sources(
     layout: FileLayout, tensors: Mapping[str, Any], changing: Collection[str]
-) -> tuple[dict[int, Tensor], dict[int, Source]]:
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
     """Return what is copied, by index in the layout: what a forward may change, and the rest.
 
     Makes no object for a tensor that is copied whole, so that saves start no garbage collections.
     """
     now: dict[int, Tensor] = {}
-    later: dict[int, Source] = {}
+    later: dict[int, Tensor] = {}
     for index, item in enumerate(layout.items):
         tensor = tensors[item.name]
-        if isinstance(tensor, SwappedShard):
-            later[index] = partial(shard_view, cast("Any", tensor), item.box)
-            continue
         source = live_part(tensor)
         whole = source if source.shape == item.box.sizes else shard_view(tensor, item.box)
         if item.name in changing:
@@ -221,19 +203,12 @@ def _sources(
     return now, later
 
 
-def _is_on_host(source: Source) -> bool:
-    return not isinstance(source, torch.Tensor) or source.device.type == "cpu"
-
-
 @torch.no_grad()
 def copy(copies: Iterable[Copy]) -> None:
     """Copy to an image, without waiting for an accelerator."""
     targets, sources = [], []
     for target, source, where in copies:
-        if isinstance(source, torch.Tensor):
-            targets.append(target)
-            sources.append(source if where is None else source[where])
-        else:
-            target.copy_(source()[() if where is None else where])
+        targets.append(target)
+        sources.append(source if where is None else source[where])
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=True)

@@ -28,7 +28,6 @@ from lockstep.core.process_settings import paused_collection
 from lockstep.core.protocols import Axis
 from lockstep.core.records import TrainingState
 from lockstep.distributed.shard_boxes import ShardLike, TensorInfo, local_shards
-from lockstep.distributed.swapped_shard import SwappedShard
 
 MIN_SHARE_BYTES = 2**24
 
@@ -191,9 +190,7 @@ class SavePlanner:
             layout = self.layout(state.tensors)
             if self._snapshot is None or self._snapshot.layout != layout:
                 self._snapshot = None  # frees its memory before more is allocated
-                swapped = (tensor for tensor in state.tensors.values() if isinstance(tensor, SwappedShard))
-                folder = next((tensor.file.parent for tensor in swapped), None)
-                self._snapshot = Snapshot(layout, device, folder)
+                self._snapshot = Snapshot(layout, device)
             self._snapshot.begin(state.tensors, state.changes_in_forward)
             return self._snapshot
 

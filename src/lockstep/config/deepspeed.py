@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.deepspeed_check import (
     AUTO,
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 
 _BUCKET = 500_000_000  # DeepSpeed's default: elements reduced at a time
 _KEPT_WHOLE = 100_000  # DeepSpeed's default: elements of the largest parameter that stage 3 keeps whole
-
-_BUFFERS = 3  # in memory, of a group's elements: its values, and up to two moments
-_GROUP = 100_000_000  # elements of a group; DeepSpeed's default of 10^9 holds the whole state of most ranks
-_FP32_BYTES = 4
 
 _BF16 = {
     "bf16": {"enabled": True, "check_grad_overflow": False},
@@ -141,24 +137,8 @@ def _shared(section: DeepSpeed, trainable: int) -> dict[str, Any]:
         device = getattr(section, key)
         if device != "none":
             zero[key] = {"device": device, "pin_memory": section.pin_memory}
-        if device == "nvme":
-            zero[key] |= {"nvme_path": section.nvme_path, "buffer_count": _BUFFERS}
-            zero["sub_group_size"] = _group_elements(section)
     own = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     return {**own, **_passed(given, ""), "zero_optimization": zero}
-
-
-def held_of_files(section: DeepSpeed, size: int) -> int:
-    """Return the bytes in memory of optimizer state and updated values, of which a rank has `size` bytes in all."""
-    if section.offload_optimizer != "nvme":
-        return size
-    return min(size, _BUFFERS * _FP32_BYTES * _group_elements(section))
-
-
-def _group_elements(section: DeepSpeed) -> int:
-    zero = read_deepspeed(section)[0].get("zero_optimization")
-    given = zero.get("sub_group_size") if isinstance(zero, Mapping) else None
-    return int(cast("float", given)) if is_number_of_elements(given) else _GROUP
 
 
 def _passed(given: Mapping[str, Any], section: str) -> dict[str, Any]:

@@ -141,12 +141,8 @@ def _wrong_options(config: Config) -> Iterator[tuple[str, str]]:
     if config.parallel.ddp.find_unused_parameters:
         why = "DeepSpeed gives a parameter that isn't used a gradient of zero; write false, or take ddp"
         yield "ddp.find_unused_parameters", why
-    if offload == "nvme" and section.nvme_path is None:
-        yield "deepspeed.nvme_path", "null, but offload_optimizer is nvme; name a folder on a local disk"
-    stages = {"nvme": (3,), "cpu": (1, 2, 3)}.get(offload, (stage,))
-    if stage not in stages:
-        wanted = "3" if offload == "nvme" else "1, 2 or 3"
-        yield "deepspeed.offload_optimizer", f"{offload} requires zero_stage {wanted}, and it is {stage}"
+    if offload != "none" and stage == 0:
+        yield "deepspeed.offload_optimizer", f"{offload} requires zero_stage 1, 2 or 3, and it is 0"
     if section.offload_param != "none" and stage != 3:
         yield "deepspeed.offload_param", f"{section.offload_param} requires zero_stage 3, and it is {stage}"
     if section.bf16_weights and compute != "bf16":
@@ -160,8 +156,7 @@ def _differences(config: Config, derived: Derived, path: str, given: Mapping[str
     values = {**_LEFT_OUT.get(path, {}), **given}
     is_off = path == "fp16" and values["enabled"] is not True
     is_off = is_off and not (values["enabled"] == AUTO and config.precision.compute == "fp16")
-    device = values.get("device")
-    unused = {"none": ("pin_memory", "nvme_path"), "cpu": ("nvme_path",)}.get(str(device), ())
+    unused = "pin_memory" if values.get("device") == "none" else ""
     for name, value in values.items():
         key = f"{path}.{name}".strip(".")
         row = deepspeed_keys().get(key)
@@ -171,10 +166,7 @@ def _differences(config: Config, derived: Derived, path: str, given: Mapping[str
             yield _Difference(key, f"DeepSpeed has no such key; {meant}")
         elif row.rule == "section":
             yield from _in_section(config, derived, key, value)
-        elif row.rule == "nvme":
-            if device == "nvme" and value not in (False, None):
-                yield _Difference(key, f"{row.note}; leave it out")
-        elif value != AUTO and not (is_off and name != "enabled") and name not in unused:
+        elif value != AUTO and not (is_off and name != "enabled") and name != unused:
             yield from _in_value(config, derived, row, value, values)
 
 
@@ -229,7 +221,9 @@ def _in_value(
         yield _Difference(row.path, why)
     elif row.rule == "same" and row.path not in ("zero_allow_untested_optimizer", "optimizer.params.adam_w_mode"):
         expected, meant = _ours(config, derived, row), _meant(config, derived, row, value, section)
-        if row.path == "optimizer.type" and meant not in ("adamw", "adam", "sgd", "lion"):
+        if row.path.endswith(".device") and meant not in ("cpu", "none"):
+            yield _Difference(row.path, f"{_json(value)} is not supported; write cpu")
+        elif row.path == "optimizer.type" and meant not in ("adamw", "adam", "sgd", "lion"):
             yield _Difference(row.path, f"{value} is not supported; `optim.name` is adamw, adam, sgd or lion")
         elif not _same(meant, expected):
             fact = f"{row.ours} is {_text(expected)}"

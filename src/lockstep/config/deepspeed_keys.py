@@ -6,7 +6,6 @@
     only      no other value than `value` is accepted    not needed; unsupported if another value and it `matters`
     refuse    refused unless it is off                   not needed; unsupported if it is on and it `matters`
     other     done by Lockstep instead                   sets `ours`
-    nvme      refused where something is offloaded       not needed
     section   holds further keys
 
 A row may have several keys, and several sections, separated by spaces; `*` in `ours` stands for the key. Every key that

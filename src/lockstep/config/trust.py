@@ -106,7 +106,7 @@ _RULES: Mapping[Callable[[Keys, object], str | None], str] = {
     _architecture: "model.architecture.*",
     _variable: "launch.environment.*",
     _file: "model.init_from model.pretrained data.train.name data.train.tokenizer data.train.folder run.folder "
-    "checkpoint.folder parallel.deepspeed.config parallel.deepspeed.nvme_path",  # or a name on the hub, or an address
+    "checkpoint.folder parallel.deepspeed.config",  # or a name on the hub, or an address
     _address: "monitor.prometheus.address",
     _word: "launch.job_id data.train.split data.train.configuration parallel.deepspeed.config.* "
     "parallel.tensor_parallel.plan.*",

@@ -21,7 +21,6 @@ these share them: a model of 10,000 tensors has a few dozen.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -121,14 +120,6 @@ class FlatShard:
 
     def to_local(self) -> Tensor:
         return self.memory
-
-    def write(self, values: Tensor) -> None:
-        """Set this rank's elements."""
-        self.memory.copy_(values)
-
-    def in_memory(self) -> AbstractContextManager[FlatShard]:
-        """Return a block in which this rank's elements are in memory, and can be set there."""
-        return nullcontext(self)
 
     def __create_chunk_list__(self) -> list[Box]:  # a DTensor's method
         return list(flat_boxes(self.shape, self.start, self.start + self.elements))
@@ -397,11 +388,5 @@ def dtype_name(dtype: torch.dtype) -> str:
 def copy_from_full(tensor: Tensor, whole: Tensor) -> None:
     """Copy the values of `whole` into a tensor; into a sharded one those of this rank's part."""
     everything = local_shards(whole).kind.whole
-    with set_in_memory(tensor) as held:
-        for box in local_shards(held).boxes:
-            shard_view(held, box).copy_(whole.detach()[box.within(everything)])  # `shard_view` is no part of a graph
-
-
-def set_in_memory(tensor: Any) -> AbstractContextManager[Any]:
-    """Return a block in which parts of a tensor can be set: its own; or those of a copy, if it is in a file."""
-    return tensor.in_memory() if isinstance(tensor, FlatShard) else nullcontext(tensor)
+    for box in local_shards(tensor).boxes:
+        shard_view(tensor, box).copy_(whole.detach()[box.within(everything)])  # `shard_view` is no part of a graph

@@ -50,7 +50,7 @@ def answer(path: Sequence[str], key: ForeignKey, file: ForeignFile) -> Answer | 
             if is_usual or not row.matters or (path[0] == "fp16" and file.value("fp16.enabled") is not True):
                 return not_needed(row.note)
             return not_there(f"{row.note}; write {yaml_like(row.value)}")
-        case "nvme":
+        case "ignore":
             return not_needed(row.note)
         case "refuse":
             return _refused(row, path, key, file)

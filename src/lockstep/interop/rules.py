@@ -244,8 +244,8 @@ def precision_name(value: object) -> str | None:
 def offload(target: str, value: object) -> Answer:
     """Return the device to offload to, for its name or a switch."""
     device = value if not isinstance(value, bool) else "cpu" if value else "none"
-    if device == "nvme" and not target.endswith("offload_optimizer"):
-        return not_there("parameters are not offloaded to NVMe; use cpu")
+    if device == "nvme":
+        return not_there("nothing is offloaded to NVMe; use cpu")
     return taken(target, device)
 
 

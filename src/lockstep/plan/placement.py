@@ -118,14 +118,11 @@ def _place(strategy: Strategy, variant: Variant, state: State, ranks: int) -> Pl
     if sharding.kept_whole and ranks > 1:
         whole = resolved(sharding.kept_whole)(options, [parameter.elements for parameter in state.parameters])
         kept = sum(parameter.bytes for parameter, is_whole in zip(state.parameters, whole, strict=True) if is_whole)
-    of_updates = _share(optimizer + masters, ranks, sharding.optimizer)
-    if sharding.held:
-        of_updates = resolved(sharding.held)(options, of_updates)
     return Placement(
         strategy=variant.name,
         parameters=_share(sum(parameter.bytes for parameter in state.parameters), ranks, sharding.parameters) + kept,
         gradients=_share(gradients, ranks, sharding.gradients) * copies,
-        optimizer=of_updates + unsharded,
+        optimizer=_share(optimizer + masters, ranks, sharding.optimizer) + unsharded,
         note=sharding.note,
     )
 

@@ -16,7 +16,7 @@ import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -33,7 +33,6 @@ from lockstep.sharding.context import Builder, Sharding, ShardingContext
 from lockstep.sharding.deepspeed_accelerator import use_accelerator
 from lockstep.sharding.deepspeed_order import deepspeed_order
 from lockstep.sharding.deepspeed_shards import ReachedParameters, ZeroOptimizer
-from lockstep.sharding.deepspeed_swap import swap_folder
 from lockstep.sharding.model_state import ModelState
 from lockstep.sharding.single import named_gradients, present_gradients, refuse_other_than_fp32, trainable_parameters
 
@@ -46,10 +45,6 @@ def build(context: ShardingContext) -> Sharding:
     model, device = context.model, context.world.device
     config = engine_config(context.config, derived_of(context.plan))
     deepspeed = import_for(model, device)
-    section = context.config.parallel.deepspeed
-    if section.offload_optimizer == "nvme":
-        config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(swap_folder(cast("str", section.nvme_path)))
-        context.world.axis.barrier()  # another rank may have compiled
     variables = {"LOCAL_RANK", *(os.environ.keys() & {"OMPI_COMM_WORLD_LOCAL_RANK"})}
     index = str(device.index or 0)  # not the launcher's number, if each rank sees one GPU alone
     with patch.dict(os.environ, dict.fromkeys(variables, index)):  # the index of DeepSpeed's device
@@ -293,8 +288,6 @@ class ZeroStep(GradientStep):
     def close(self) -> None:
         _release(self._engine)
         self._engine = self._zero = None
-        if self._optimizer.swapped is not None:
-            self._optimizer.swapped.delete()
 
 
 def _backward(engine: Any, loss: Tensor, seed: Tensor) -> None:

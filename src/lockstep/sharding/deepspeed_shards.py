@@ -8,8 +8,7 @@ its group's flat memory             a a b b b b c       where masters and moment
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,11 +17,6 @@ from torch import Tensor, nn
 from lockstep.core.errors import RunFailed
 from lockstep.core.protocols import Optimizer
 from lockstep.distributed.shard_boxes import FlatShard
-from lockstep.distributed.swapped_shard import SwappedShard
-from lockstep.sharding.deepspeed_swap import SwappedGroups
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class ZeroShard:
@@ -38,15 +32,9 @@ class ZeroShard:
         """Return its section of a flat memory that is laid out like its own."""
         return flat.detach().reshape(-1)[self._offset : self._offset + self.flat.elements]
 
-    def in_file(self, file: Path) -> SwappedShard:
-        """Return the same shard of a tensor in a file that is laid out like its flat memory."""
-        flat, length = self.flat, self.flat.length
-        assert length is not None, "stage 3 shards by a length"
-        return SwappedShard(file, self._offset, flat.elements, flat.start, flat.shape, flat.device, length)
-
     def as_shard(self, entry: str, value: Any) -> Any:
         """Return optimizer state as a shard of the whole tensor's; state that isn't kept for each element unchanged."""
-        if isinstance(value, SwappedShard) or not value.ndim:
+        if not value.ndim:
             return value
         return FlatShard(value, self.flat.start, self.flat.shape, self.flat.device, self.flat.length)
 
@@ -80,10 +68,8 @@ class ZeroOptimizer(Optimizer):
         self.flats = list(
             zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
         )
-        self.swapped = SwappedGroups(zero) if self.stage == 3 and zero.swap_optimizer else None
         self.shards = dict(self._shards(model))
         self._make_state()
-        self._in_files = dict(self._entries_in_files())
 
     @property
     def groups(self) -> list[dict[str, object]]:
@@ -101,8 +87,6 @@ class ZeroOptimizer(Optimizer):
     def gradients_of(self, group: int) -> list[Tensor]:
         """Return this rank's part of one group's averaged gradient."""
         zero = self._zero
-        if self._is_swapped(group):
-            return cast("SwappedGroups", self.swapped).gradients(group)
         if zero.offload_optimizer if self.stage == 3 else zero.cpu_offload:
             if self.stage < 3:
                 zero._wait_for_offload_copies()  # stage 3 has waited in the backward
@@ -115,9 +99,7 @@ class ZeroOptimizer(Optimizer):
         for name, shard in self.shards.items():
             if shard.group is not None:
                 state = self._torch.state[self.flats[shard.group]]
-                parameters[name] = self._in_files.get(name) or {
-                    entry: shard.section(state[entry]) for entry in self._entries
-                }
+                parameters[name] = {entry: shard.section(state[entry]) for entry in self._entries}
                 if self._counts:
                     parameters[name]["step"] = state["step"]
         return {"parameters": parameters, "groups": []}
@@ -136,11 +118,7 @@ class ZeroOptimizer(Optimizer):
             entries = saved.get(name, {})
             of_group = self._torch.state[self.flats[shard.group]]
             for entry in self._entries:
-                value = _entry(entries, entry, name, shard)
-                if name in self._in_files:
-                    self._in_files[name][entry].write(value)
-                else:
-                    shard.section(of_group[entry]).copy_(value)
+                shard.section(of_group[entry]).copy_(_entry(entries, entry, name, shard))
             if self._counts:
                 step = float(entries.get("step", 0.0))
                 if steps.setdefault(shard.group, step) != step:
@@ -164,8 +142,7 @@ class ZeroOptimizer(Optimizer):
         zero = self._zero
         zero._partition_all_parameters()
         for group in range(len(self.flats)):
-            with self.swapped.in_memory(group) if self.swapped is not None else nullcontext():
-                zero._reassign_or_swap_out_partitioned_parameters(group)
+            zero._reassign_or_swap_out_partitioned_parameters(group)
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
@@ -183,23 +160,12 @@ class ZeroOptimizer(Optimizer):
 
     def _make_state(self) -> None:
         """Make the state at once, so that it can be restored before a first update, and saved."""
-        for group, flat in enumerate(self.flats):
+        for flat in self.flats:
             state = self._torch.state[flat]
-            if self._is_swapped(group):
-                cast("SwappedGroups", self.swapped).make_state(group, self._entries)
             for entry in self._entries:
                 state.setdefault(entry, torch.zeros_like(flat, requires_grad=False))
             if self._counts:
                 state.setdefault("step", torch.zeros((), device=flat.device))
-
-    def _is_swapped(self, group: int) -> bool:
-        return self.swapped is not None and group in self.swapped.groups
-
-    def _entries_in_files(self) -> Iterator[tuple[str, dict[str, SwappedShard]]]:
-        for name, shard in self.shards.items():
-            if isinstance(shard.flat, SwappedShard) and self.swapped is not None and shard.group is not None:
-                files = {entry: self.swapped.file(shard.group, entry) for entry in self._entries}
-                yield name, {entry: shard.in_file(file) for entry, file in files.items()}
 
     def _shards(self, model: nn.Module) -> Iterator[tuple[str, ZeroShard]]:
         for name, parameter in model.named_parameters():
@@ -217,10 +183,6 @@ class ZeroOptimizer(Optimizer):
             frozen = FlatShard(parameter.ds_tensor.detach()[:own], start, parameter.ds_shape, parameter.device, length)
             return ZeroShard(parameter, frozen, None, 0)
         group, offset, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
-        if self._is_swapped(group):
-            file = cast("SwappedGroups", self.swapped).file(group)
-            swapped = SwappedShard(file, offset, own, start, parameter.ds_shape, parameter.device, length)
-            return ZeroShard(parameter, swapped, group, offset)
         memory = self.flats[group].detach()[offset : offset + own]
         return ZeroShard(
             parameter, FlatShard(memory, start, parameter.ds_shape, parameter.device, length), group, offset

@@ -134,24 +134,11 @@ class Estimator:
     def exactly(self, config: Config, updates: int) -> Peak:
         """Return the peak of the rank that needs most over N updates; raises as `peak` does."""
         try:
-            return max(self._peaks(self._without_files(config), updates), key=lambda peak: peak.bytes)
+            return max(self._peaks(config, updates), key=lambda peak: peak.bytes)
         except (ConfigError, Unpredictable):
             raise
         except Exception as error:  # a model, or torch without data, may raise anything
             raise explained(error) from error
-
-    def _without_files(self, config: Config) -> Config:
-        """Return the config with state on the host instead of in files: an accelerator holds the same."""
-        parallel = config.parallel
-        strategy = find_strategy(self.planned(config).strategy)
-        options = strategy.options_of(parallel)
-        changes = strategy.in_memory(options)
-        if not changes:
-            return config
-        if self.device_type == "cpu":
-            raise Unpredictable("state in files is simulated for accelerators alone")
-        moved = {strategy.section: options.model_copy(update=changes)}
-        return config.model_copy(update={"parallel": parallel.model_copy(update=moved)})
 
     def _peaks(self, config: Config, updates: int) -> list[Peak]:
         mesh = self.planned(config).mesh

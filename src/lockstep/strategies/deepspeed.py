@@ -22,20 +22,16 @@ from pydantic import Field
 from lockstep.strategies.record import CPU, NONE, StateSharding, Strategy, Variant, gradients_all_reduced, refused
 from lockstep.strategies.section import PathText, Section
 
-Offload = Literal["none", "cpu", "nvme"]
-
 
 class DeepSpeed(Section):
     """Options of DeepSpeed ZeRO. Batch, optimizer, schedule, clipping and precision have sections of their own."""
 
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
     """ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
-    offload_optimizer: Offload = "none"
-    """Device of optimizer state, whose updates the host computes; nvme, for stage 3: in files in nvme_path."""
-    nvme_path: PathText | None = None
-    """Folder on a local NVMe disk for what is offloaded there."""
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    """cpu: keep optimizer state in host memory and update there."""
     offload_param: Literal["none", "cpu"] = "none"
-    """Device of parameters between uses, for stage 3."""
+    """cpu: keep parameters in host memory between uses (stage 3)."""
     pin_memory: bool = False
     """Page-locked memory for what is offloaded to the host."""
     bf16_weights: bool = False
@@ -53,9 +49,6 @@ STRATEGY = Strategy(
     family="DeepSpeed ZeRO",
     element_bytes=lambda options: (2, 2) if options.bf16_weights else (None if options.zero_stage == 3 else 4, 4),
     offloads=lambda options: options.offload_optimizer != "none" or options.offload_param != "none",
-    in_memory=lambda options: (
-        {"offload_optimizer": "cpu", "nvme_path": None} if options.offload_optimizer == "nvme" else {}
-    ),
     cells={
         "offload": CPU,
         "compile": refused("DeepSpeed's hooks in the forward are not tested compiled; write false, or take ddp"),
@@ -104,7 +97,6 @@ STRATEGY = Strategy(
                 optimizer=True,
                 masters=True,
                 kept_whole="lockstep.config.deepspeed:kept_whole",
-                held="lockstep.config.deepspeed:held_of_files",
             ),
             sends=lambda update: update.traffic(gathers=2 * update.micro_batches, reduces=update.micro_batches),
             title="deepspeed with zero_stage 3",

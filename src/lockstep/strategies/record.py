@@ -148,7 +148,6 @@ class StateSharding:
         masters: Each rank holds a second copy of the values that it updates, with its optimizer state.
         gradient_copies: How many copies of gradients a rank holds, given the options.
         kept_whole: `module:function`: (options, elements of each parameter) -> which ones are also whole on each rank.
-        held: `module:function`: (options, bytes of a rank's optimizer state) -> bytes of it that are in memory.
     """
 
     note: str
@@ -158,7 +157,6 @@ class StateSharding:
     masters: bool = False
     gradient_copies: Callable[[Any], int] = lambda options: 1
     kept_whole: str = ""
-    held: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +216,6 @@ class Strategy:
         cells: Features that differ from the table's defaults.
         element_bytes: Bytes of an element of what is gathered (None: in the type that each is used in), and reduced.
         offloads: Whether the options ask for offloading.
-        in_memory: Changes with which the host's memory holds what the options put into files; none: they put nothing.
         saves_memory: Options with which an update of several micro-batches holds less: name -> value. They are the
             first change that `plan` names where a run doesn't fit.
         lossy: What the options lose of a gradient, in a sentence; None: nothing.
@@ -252,7 +249,6 @@ class Strategy:
     heeds: Mapping[str, str] = field(default_factory=dict)
     cells: Mapping[str, Cell] = field(default_factory=dict)
     offloads: Callable[[Any], bool] = lambda options: False
-    in_memory: Callable[[Any], Mapping[str, Any]] = lambda options: {}
     saves_memory: Mapping[str, str] = field(default_factory=dict)
     element_bytes: Callable[[Any], tuple[int | None, int]] = lambda options: (4, 4)
     lossy: Callable[[Any], str | None] = lambda options: None
