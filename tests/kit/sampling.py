@@ -178,7 +178,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     "profiling/test_profiled_memory.py": {"the_command_beside_the_plan": 0},
     "profiling/test_split_beside_trace.py": {"phases_take_as_long_as_torch_profiler_records": 0},
     "proof/test_faults.py": {
-        "an_injected_fault_is_found_and_named": 3,
+        "an_injected_fault_is_found": 3,
         "the_measured_cause_explains_a_run_that_depends_on_its_micro_batches": 2,
     },
     "proof/test_proof.py": {

@@ -107,6 +107,6 @@ def test_each_reason_of_refused_runs_is_printed_once() -> None:
         row("zero2", 2, 2, "sgd", None),
     ]
     assert explanations(rows) == [
-        "ddp, fsdp on 1 and 3 ranks: refused: odd",
-        "zero1 on 2 ranks with 2 micro-batches; zero2 on 2 ranks with 2 micro-batches under adamw: refused: one sample",
+        "ddp on 1 rank, ddp on 3 ranks, fsdp on 1 rank, fsdp on 3 ranks: refused: odd",
+        "zero1 on 2 ranks, zero2 on 2 ranks: refused: one sample",
     ]

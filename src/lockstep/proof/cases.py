@@ -1,4 +1,4 @@
-"""Choose the runs that are compared: strategies x ranks x (optimizer, micro-batches). Arithmetic only, without torch.
+"""Chooses the runs that are compared: strategies x ranks x (optimizer, micro-batches). Arithmetic only, without torch.
 
 reference     the config on one process
 configured    the config's optimizer, micro size and global size, under each strategy
@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.config.schema import Config, Parallel, Schedule
 from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.formatting import counted
 from lockstep.plan.batch import plan_batch
 from lockstep.plan.choosing import choose_strategy
 from lockstep.plan.mesh import AXES, Mesh, mesh_of
@@ -111,14 +112,14 @@ def plan_verification(
     references: dict[str, Config] = {
         variant.optim.name: _with_layout(variant, reference, 1) for variant in (base, linear)
     }
-    left_out: list[tuple[str, int, str, str]] = []
+    left_out: list[tuple[str, int, str]] = []
     cases: list[Case] = []
     refused: list[RefusedCase] = []
     for number_of_ranks in ranks:
         for name in names:
             reason = _reason_to_leave_out(known[name], number_of_ranks, gpus)
             if reason:
-                left_out.append((name, number_of_ranks, "", reason))
+                left_out.append((name, number_of_ranks, reason))
                 continue
             for case in _cases(base, linear, known[name], number_of_ranks):
                 case = replace(case, number=len(cases) + len(refused))
@@ -132,28 +133,16 @@ def plan_verification(
     return VerificationPlan(references, tuple(cases), tuple(refused), grouped, tuple(notes), not_covered)
 
 
-def by_reason(runs: Iterable[tuple[str, int, str, str]]) -> list[str]:
-    """Return each reason once, after its runs: `ddp, fsdp on 1 and 2 ranks; zero1 on 2 ranks: reason`.
+def by_reason(runs: Iterable[tuple[str, int, str]]) -> list[str]:
+    """Return each reason once, after its runs: `ddp on 1 rank, ddp on 2 ranks: reason`.
 
     Args:
-        runs: Name, number of ranks, further detail (` with 2 micro-batches`), and reason of each.
+        runs: Name, number of ranks, and reason of each.
     """
-    reasons: dict[str, dict[tuple[str, str], dict[int, None]]] = {}
-    for name, ranks, detail, reason in runs:
-        reasons.setdefault(reason, {}).setdefault((name, detail), {})[ranks] = None
-    lines = []
-    for reason, numbers in reasons.items():
-        names: dict[str, list[str]] = {}
-        for (name, detail), ranks_of_name in numbers.items():
-            names.setdefault(f"on {_numbers_of_ranks(list(ranks_of_name))}{detail}", []).append(name)
-        runs_of_reason = "; ".join(f"{', '.join(same)} {where}" for where, same in names.items())
-        lines.append(f"{runs_of_reason}: {reason}")
-    return lines
-
-
-def _numbers_of_ranks(ranks: Sequence[int]) -> str:
-    numbers = " and ".join(filter(None, (", ".join(map(str, ranks[:-1])), str(ranks[-1]))))
-    return f"{numbers} rank{'s' * (list(ranks) != [1])}"
+    reasons: dict[str, dict[str, None]] = {}
+    for name, ranks, reason in runs:
+        reasons.setdefault(reason, {})[f"{name} on {counted(ranks, 'rank')}"] = None
+    return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
 
 
 def _not_covered(parallel: Parallel, names: Sequence[str], run: Collection[str]) -> str | None:

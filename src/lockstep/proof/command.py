@@ -1,4 +1,4 @@
-"""Print and write the result of comparing every strategy with the single process.
+"""Prints and writes the result of comparing every strategy with the single process.
 
 Exit code 3: a run deviates. Exit code 2: none could be compared.
 """
@@ -6,18 +6,19 @@ Exit code 3: a run deviates. Exit code 2: none could be compared.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep import __version__
 from lockstep.core.errors import ConfigError, RunFailed, VerificationError
 from lockstep.core.files import write_atomically
+from lockstep.core.formatting import counted
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 from lockstep.proof.api import compare_strategies
-from lockstep.proof.rows import HEAD, Row, cells, explanation, explanations, largest, line
-from lockstep.proof.tolerances import NORMALIZING_OPTIMIZERS, TOLERANCES
+from lockstep.proof.rows import HEAD, Row, cells, explanation, explanations, line
+from lockstep.proof.tolerances import TOLERANCES
 from lockstep.report.facts import date
 from lockstep.report.html import render
 from lockstep.training.user_objects import UserObjects, refuse_given
@@ -56,7 +57,7 @@ def verify(
     objects = UserObjects(trust_remote_code=trust_remote_code)
 
     def introduce(plan: VerificationPlan) -> None:
-        runs = f"{len(plan.cases)} run{'s' * (len(plan.cases) != 1)} of {steps} update{'s' * (steps != 1)}"
+        runs = f"{counted(len(plan.cases), 'run')} of {counted(steps, 'update')}"
         note = f"\nnote: {plan.not_covered}" if plan.not_covered else ""
         echo(f"{recipe}: comparing {runs} with a single process, in {precision}{note}\n\n{line(HEAD)}", flush=True)
 
@@ -89,10 +90,7 @@ def _verdict(rows: Sequence[Row]) -> str:
     also = f"; {refused} refused" if refused else ""
     if failed:
         return f"{len(failed)} of {len(compared)} runs deviate from the single process{also}"
-    if not compared:
-        return f"nothing was compared{also}"
-    matching = f"all {len(compared)} runs match" if len(compared) > 1 else "the run matches"
-    return f"{matching} the single process{also}"
+    return f"all {len(compared)} runs match the single process{also}" if compared else f"nothing was compared{also}"
 
 
 def _tolerances(precision: str) -> str:
@@ -139,29 +137,9 @@ def compose(recipe: str, result: ComparedRuns, steps: int, precision: str, verdi
         state="Not verified" if failed else "Verified",
         byline=f" · {steps} updates · {precision} · on {ranks} ranks",
         flaws=[explanation(row) for row in failed],
-        figures=_figures(rows),
+        figures=[],
         rows=[[*(word.capitalize() for word in HEAD[:-1]), ""], *(list(cells(row)) for row in rows)],
         tolerances=[tolerances[:1].upper() + tolerances[1:] + ".", *_LEGEND],
         notes=[*result.notes, *(explanation(row) for row in rows if row.status == "refused")],
         footer=f"Made by Lockstep {__version__} on {now}.",
     )
-
-
-def _figures(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    compared = [row for row in rows if row.passed is not None]
-    normalizing = [row.max_weight_difference for row in compared if row.optimizer in NORMALIZING_OPTIMIZERS]
-    linear = [row.max_weight_difference for row in compared if row.optimizer not in NORMALIZING_OPTIMIZERS]
-    figures = [
-        ("Runs", f"{sum(row.passed is True for row in compared)} of {len(compared)}", "match the single process"),
-        ("Loss", _largest(row.max_loss_difference for row in compared), "largest relative difference"),
-        ("Gradient norm", _largest(row.max_norm_difference for row in compared), "before clipping, relative"),
-        ("Gradient", _largest(row.max_gradient_difference for row in compared), "relative to a parameter's norm"),
-        ("Weights, SGD", _largest(linear), "relative to the summed learning rate"),
-        ("Weights, other", _largest(normalizing), "under normalizing optimizers"),
-    ]
-    return [figure for figure in figures if figure[1]]
-
-
-def _largest(values: Iterable[float | None]) -> str:
-    value = largest(values)
-    return "" if value is None else f"{value:.1e}"

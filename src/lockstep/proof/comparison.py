@@ -1,8 +1,7 @@
-"""Run one case on one rank: the reference records what it does, every other run is compared with that record.
+"""Runs one case on one rank: the reference records what it does, every other run is compared with that record.
 
 reference     steps.json, gradient-0, weights-1, gradient-1, ...          on disk, safetensors
 run           gradient of update 0 <-> gradient-0, one parameter at a time; weights after it <-> weights-1; ...
-both          model: the weights as a run publishes them; names, shapes and values are compared at the end
 """
 
 from __future__ import annotations
@@ -11,51 +10,37 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.utils._pytree import tree_map
 
 from lockstep.core.errors import RunFailed
-from lockstep.data.order import MODULUS, digest
+from lockstep.data.order import MODULUS
 from lockstep.distributed.shard_boxes import is_sharded
 from lockstep.models.weight_files import read_weights
-from lockstep.proof.evidence import (
-    Evidence,
-    ParameterDeviation,
-    PublishedComparison,
-    StepComparison,
-    TensorComparison,
-    UpdateRecord,
-)
+from lockstep.proof.evidence import Evidence, StepComparison, TensorComparison, UpdateRecord
 from lockstep.proof.rank_dependence import design_notes, disable_dropout, measured_causes
 from lockstep.proof.tolerances import EPS, NEGLIGIBLE_GRADIENT, NORMALIZING_OPTIMIZERS, Tolerance
-from lockstep.training.ledger import expected_digest
 from lockstep.training.publishing import publish
-from lockstep.training.session import components_of, ledger_of
+from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.core.records import Batch, GlobalBatch, StepReport
+    from lockstep.core.records import GlobalBatch, StepReport
     from lockstep.training.session import Session
 
 Tamper = Callable[["Session"], None]
 _STEPS, _MEASURED = "steps.json", "measured.json"
-_IGNORED = -100
-_SHIFTS = tuple(shift for size in range(1, 9) for shift in (size, -size))
 
 
 def record_reference(session: Session, folder: Path, steps: int) -> list[str]:
     """Run the reference on one rank and record it in `folder`; return notes on what depends on ranks by design."""
     folder.mkdir(parents=True)
-    disabled = disable_dropout(components_of(session).sharding.state.model)
-    notes = [*([disabled] if disabled else []), *design_notes(session)]
+    notes = [*disable_dropout(components_of(session).sharding.state.model), *design_notes(session)]
     write_tensors(components_of(session).sharding.state.weights(), folder / _weights_file(0))
     records: list[UpdateRecord] = []
     for batch in _first_batches(session, steps):
@@ -73,7 +58,7 @@ def record_reference(session: Session, folder: Path, steps: int) -> list[str]:
 
 
 class RunComparison:
-    """A run and its reference. All ranks take part; the first one compares.
+    """A run and its reference. All ranks take part; rank 0 compares.
 
     Attributes:
         evidence: Grows during the run; complete once `run` has returned.
@@ -91,8 +76,7 @@ class RunComparison:
         self._reference = [UpdateRecord(**record) for record in json.loads((folder / _STEPS).read_text())]
         self._order = _parameter_order(session)
         self._records: list[UpdateRecord] = []
-        self.evidence = Evidence(TensorComparison(), [], 0.0, _tied_names(session))
-        self.evidence.measured = json.loads((folder / _MEASURED).read_text())
+        self.evidence = Evidence(measured=json.loads((folder / _MEASURED).read_text()))
 
     def run(self, tamper: Tamper | None) -> None:
         """Train and compare; whatever the session raises is raised after `evidence` has what came before."""
@@ -117,35 +101,32 @@ class RunComparison:
             evidence.steps.append(step)
             _add_report(self._records, session.commit().result())
             evidence.summed_rate += reference.rate if reference.kept else 0.0
-            step.weights = self._compare(
-                self._weights(), _weights_file(batch.step + 1), self._relative_to_rate(), _weights_file(batch.step)
-            )
+            step.weights = self._compare(self._weights(), _weights_file(batch.step + 1), self._relative_to_rate())
             step.unequal = _unequal_parameter(session)
-        self._find_shift()
-        evidence.published = self._compare_published()
+        self._compare_published()
 
-    def _compare_published(self) -> PublishedComparison | None:
-        """Publish the weights and compare the files, on the first rank. All ranks take part."""
+    def _compare_published(self) -> None:
+        """Publish the weights and compare the files, on rank 0. All ranks take part."""
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:  # the first rank's is used
             try:
                 place = publish(self._session, lambda: Path(folder))
             except RunFailed as failure:
-                return PublishedComparison(failure=str(failure)) if self._compares else None
-            if not self._compares:
-                return None
-            expected = read_weights(self._folder / place.relative_to(folder))
-            return compare_published(read_weights(place).tensors, expected.tensors, self._relative_to_rate())
+                self.evidence.failure = str(failure)
+                return
+            if self._compares:
+                expected = read_weights(self._folder / place.relative_to(folder)).tensors
+                self.evidence.published = _published(read_weights(place).tensors, expected, self._relative_to_rate())
 
     def _weights(self) -> NamedTensors:
         return components_of(self._session).sharding.state.weights(wanted=self._compares)
 
-    def _compare(self, pairs: NamedTensors, name: str, measure: Measure, base: str | None = None) -> TensorComparison:
-        """Compare on the first rank. All ranks take part, since the tensors are gathered one by one."""
+    def _compare(self, pairs: NamedTensors, name: str, measure: Measure) -> TensorComparison:
+        """Compare on rank 0. All ranks take part, since the tensors are gathered one by one."""
         if not self._compares:
             for _ in pairs:
                 pass
             return TensorComparison()
-        return compare(pairs, self._folder / name, self._order, measure, self._folder / base if base else None)
+        return compare(pairs, self._folder / name, self._order, measure)
 
     def _gradient_slack(self) -> float:
         """Return how much the gradient may differ because the weights do: about their share of the distance covered.
@@ -182,20 +163,6 @@ class RunComparison:
 
         return measure
 
-    def _find_shift(self) -> None:
-        """Find out whether the first wrong samples are those of a cursor that is off by a few."""
-        segments = ledger_of(self._session).segments
-        order = segments[-1].order if segments else None
-        for step in self.evidence.steps:
-            if order is None or step.run.digest == step.reference.digest:
-                continue
-            last = step.reference.samples
-            first = self.evidence.steps[step.run.step - 1].reference.samples if step.run.step else 0
-            for shift in _SHIFTS:
-                if first + shift >= 0 and expected_digest(order, first + shift, last + shift) == step.run.digest:
-                    self.evidence.shift = shift
-            return
-
 
 # --- records ------------------------------------------------------------------------------------------------------
 
@@ -210,17 +177,14 @@ def _first_batches(session: Session, steps: int) -> Iterator[GlobalBatch]:
 def _gather_record(session: Session, batch: GlobalBatch) -> UpdateRecord:
     """Return the record of an update that isn't committed yet. All ranks take part."""
     components = components_of(session)
-    counts = [components.objective.count(_on_cpu(micro)) if micro.samples else 0 for micro in batch.micro_batches]
-    own = (batch.count, batch.digest, _content(batch), counts)
+    own = (batch.count, batch.digest)
     gathered = cast("list[Any]", components.world.axis.gather(own if components.position.reports_counts else None))
     ranks = [record for record in gathered if record is not None]
     return UpdateRecord(
         step=batch.step,
-        count=float(sum(count for count, _, _, _ in ranks)),
+        count=float(sum(count for count, _ in ranks)),
         samples=session.progress.samples + batch.samples,
-        digest=sum(part for _, part, _, _ in ranks) % MODULUS,
-        content=_sum_contents([content for _, _, content, _ in ranks]),
-        counts=[counts for _, _, _, counts in ranks],
+        digest=sum(part for _, part in ranks) % MODULUS,
     )
 
 
@@ -229,45 +193,6 @@ def _add_report(records: list[UpdateRecord], report: StepReport) -> None:
     record.reported = True
     record.loss = report.loss if report.count else 0.0
     record.norm, record.rate, record.kept = report.grad_norm, report.lr, report.kept
-
-
-def _on_cpu(batch: Batch) -> Batch:
-    """Return the batch as `Objective.count` takes it."""
-    move = lambda value: value.cpu() if isinstance(value, torch.Tensor) else value  # noqa: E731
-    return replace(batch, inputs=tree_map(move, batch.inputs), targets=tree_map(move, batch.targets))
-
-
-def _content(batch: GlobalBatch) -> list[float]:
-    """Return a digest of the batch's integers and the sum of its floats, whatever their order, split and padding."""
-    contents = [[0.0, 0.0]]
-    for micro_batch in batch.micro_batches:
-        if micro_batch.samples:
-            for tensor in _without_padding(micro_batch):
-                if tensor.is_floating_point():
-                    contents.append([0.0, tensor.detach().double().sum().item()])
-                elif not tensor.is_complex():
-                    contents.append([float(digest(0, tensor.detach().cpu().long().flatten().numpy())), 0.0])
-    return _sum_contents(contents)
-
-
-def _without_padding(batch: Batch) -> Iterator[Tensor]:
-    """Yield the targets, and those inputs of which padding is known, both without padding."""
-    targets = batch.targets
-    if not isinstance(targets, torch.Tensor):
-        return
-    valid = torch.ones_like(targets, dtype=torch.bool) if targets.is_floating_point() else targets != _IGNORED
-    yield targets[valid]
-    for value in batch.inputs.values() if isinstance(batch.inputs, Mapping) else batch.inputs:
-        if isinstance(value, torch.Tensor):
-            if value.is_floating_point():
-                yield value
-            elif value.shape == valid.shape:
-                yield value[valid]
-
-
-def _sum_contents(contents: list[list[float]]) -> list[float]:
-    digests, sums = zip(*contents, strict=True)
-    return [float(sum(map(int, digests)) % MODULUS), math.fsum(sums)]
 
 
 def _unequal_parameter(session: Session) -> str | None:
@@ -286,24 +211,10 @@ def _unequal_parameter(session: Session) -> str | None:
 
 def _parameter_order(session: Session) -> dict[str, int]:
     """Return the position of each parameter in the whole model. All ranks take part."""
-    own = [name for name, _ in _named_parameters(session)]
+    model = components_of(session).sharding.state.model
+    own = [name for name, _ in model.named_parameters(remove_duplicate=False)]  # tied ones under all their names
     gathered = cast("list[Any]", components_of(session).world.axis.gather(own))
     return {name: place for place, name in enumerate(dict.fromkeys(name for names in gathered for name in names))}
-
-
-def _named_parameters(session: Session) -> list[tuple[str, Any]]:
-    """Return parameters under all their names, tied ones too."""
-    return list(components_of(session).sharding.state.model.named_parameters(remove_duplicate=False))
-
-
-def _tied_names(session: Session) -> list[list[str]]:
-    """Return groups of names that share one parameter. All ranks take part."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in _named_parameters(session):
-        names.setdefault(id(parameter), []).append(name)
-    own = [group for group in names.values() if len(group) > 1]
-    gathered = cast("list[Any]", components_of(session).world.axis.gather(own))
-    return [list(group) for group in dict.fromkeys(tuple(group) for groups in gathered for group in groups)]
 
 
 def _bitwise(name: str, run: Tensor, expected: Tensor) -> tuple[float, bool]:
@@ -332,20 +243,15 @@ def write_tensors(pairs: NamedTensors, path: Path) -> None:
     save_file({name: tensor.detach().contiguous().clone() for name, tensor in pairs}, path)
 
 
-def compare(
-    pairs: NamedTensors, path: Path, order: Mapping[str, int], measure: Measure, base: Path | None = None
-) -> TensorComparison:
+def compare(pairs: NamedTensors, path: Path, order: Mapping[str, int], measure: Measure) -> TensorComparison:
     """Compare all tensors of a run with a file of the reference.
 
     Args:
         order: Position of each name in the model; other names are ignored.
-        base: File of the values that both started from; None: zeros.
     """
     comparison = TensorComparison()
-    totals = (0.0, 0.0, 0.0)
-    with ExitStack() as files:
-        reference = files.enter_context(cast("Any", safe_open)(path, framework="pt"))
-        before = files.enter_context(cast("Any", safe_open)(base, framework="pt")) if base else None
+    dot = run_square = reference_square = 0.0
+    with cast("Any", safe_open)(path, framework="pt") as reference:
         missing = {name for name in reference.keys() if name in order}  # noqa: SIM118
         for name, tensor in pairs:
             if name not in order:
@@ -359,42 +265,34 @@ def compare(
             comparison.total += 1
             comparison.worst = _larger(comparison.worst, difference)
             comparison.largest = _larger(comparison.largest, (run - expected).abs().max().item() if run.numel() else 0)
-            origin = before.get_tensor(name).double() if before else torch.zeros_like(expected)
-            products = _products(run - origin, expected - origin)
-            totals = (totals[0] + products[0], totals[1] + products[1], totals[2] + products[2])
+            dot += (run * expected).sum().item()
+            run_square += run.square().sum().item()
+            reference_square += expected.square().sum().item()
             if too_much:
                 comparison.deviating += 1
-                if comparison.first is None or order[name] < order[comparison.first.name]:
-                    comparison.first = ParameterDeviation(name, difference, *_fit(*products))
+                if comparison.first is None or order[name] < order[comparison.first]:
+                    comparison.first, comparison.first_difference = name, difference
         comparison.missing = sorted(missing, key=order.__getitem__)
-    comparison.factor, comparison.residual = _fit(*totals)
+    comparison.factor, comparison.residual = _fit(dot, run_square, reference_square)
     return comparison
 
 
-def compare_published(
-    run: Mapping[str, Tensor], expected: Mapping[str, Tensor], measure: Measure
-) -> PublishedComparison:
-    """Compare names, shapes and values of two published models."""
-    comparison = PublishedComparison(
-        missing=[name for name in expected if name not in run], extra=[name for name in run if name not in expected]
-    )
+def _published(run: Mapping[str, Tensor], expected: Mapping[str, Tensor], measure: Measure) -> dict[str, str]:
+    """Return the parameters by which two published models differ, and how."""
+    differing = {name: "is unexpected" for name in run if name not in expected}
     for name, reference in expected.items():
         if name not in run:
-            continue
-        if run[name].shape != reference.shape:
-            comparison.reshaped.append(name)
+            differing[name] = "is missing"
+        elif run[name].shape != reference.shape:
+            differing[name] = "has another shape"
         elif measure(name, run[name].double(), reference.double())[1]:
-            comparison.deviating.append(name)
-    return comparison
+            differing[name] = "has other values"
+    return differing
 
 
 def _larger(first: float, second: float) -> float:
     """Return the larger number; NaN is the largest of all."""
     return second if math.isnan(second) or second > first else first
-
-
-def _products(run: Tensor, expected: Tensor) -> tuple[float, float, float]:
-    return (run * expected).sum().item(), run.square().sum().item(), expected.square().sum().item()
 
 
 def _fit(dot: float, run_square: float, reference_square: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Records of a run and of its comparison with the reference, update by update: plain values, on the first rank."""
+"""What a run showed, beside the reference, update by update: plain values, on rank 0."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ class UpdateRecord:
         count: Valid targets.
         samples: Samples consumed so far.
         digest: Digest of the samples' indices (`data.order`).
-        content: Digest and sum of the samples' targets and inputs, independent of their order.
-        counts: Valid targets of each micro-batch, rank by rank.
-        reported: Whether the update completed; the fields below are those of its report.
+        reported: True once the update is complete and the fields below are set.
     """
 
     step: int
     count: float
     samples: int
     digest: int
-    content: list[float]
-    counts: list[list[float]]
     reported: bool = False
     loss: float = float("nan")
     norm: float = float("nan")
@@ -33,37 +29,23 @@ class UpdateRecord:
 
 
 @dataclass(slots=True)
-class ParameterDeviation:
-    """A parameter whose gradient or weights exceed the tolerance.
-
-    Attributes:
-        difference: In the unit of the tolerance.
-        factor: The multiple of the reference that is nearest to the run.
-        residual: What then remains, relative to the reference's norm.
-    """
-
-    name: str
-    difference: float
-    factor: float
-    residual: float
-
-
-@dataclass(slots=True)
 class TensorComparison:
     """Gradients or weights of all parameters at one step, compared with the reference's.
 
     Attributes:
-        worst: The largest difference of a parameter.
+        worst: The largest difference of a parameter, in the unit of the tolerance.
         largest: The largest difference of a single element.
-        first: The first parameter out of tolerance, in the model's order.
+        first, first_difference: The first parameter out of tolerance, in the model's order.
         deviating: Number of parameters out of tolerance, among `total`.
-        factor, residual: As in `ParameterDeviation`, for all parameters together.
+        factor: The multiple of the reference that is nearest to the run.
+        residual: What then remains, relative to the reference's norm.
         missing, extra: Names that only the reference, or only the run, has.
     """
 
     worst: float = 0.0
     largest: float = 0.0
-    first: ParameterDeviation | None = None
+    first: str | None = None
+    first_difference: float = 0.0
     deviating: int = 0
     total: int = 0
     factor: float = 1.0
@@ -78,7 +60,7 @@ class TensorComparison:
     @property
     def first_name(self) -> str | None:
         """The first parameter that deviates, is missing or is extra."""
-        return self.first.name if self.first else next(iter([*self.missing, *self.extra]), None)
+        return self.first or next(iter([*self.missing, *self.extra]), None)
 
 
 @dataclass(slots=True)
@@ -89,7 +71,7 @@ class StepComparison:
         gradient: Before clipping.
         slack: Additional tolerance of the gradient, for weights that differ within their own.
         weights: After the update.
-        unequal: The first parameter of which ranks that hold all of it hold different values.
+        unequal: The first replicated parameter with different values on different ranks.
     """
 
     run: UpdateRecord
@@ -113,51 +95,25 @@ class StepComparison:
 
 
 @dataclass(slots=True)
-class PublishedComparison:
-    """The weight files that a run publishes, compared with the reference's.
-
-    Attributes:
-        failure: Why the run could not publish any.
-        missing, extra: Names that only the reference, or only the run, has.
-        reshaped: Names whose shape differs.
-        deviating: Names whose values are out of tolerance.
-    """
-
-    failure: str | None = None
-    missing: list[str] = field(default_factory=list)
-    extra: list[str] = field(default_factory=list)
-    reshaped: list[str] = field(default_factory=list)
-    deviating: list[str] = field(default_factory=list)
-
-    @property
-    def agrees(self) -> bool:
-        return not (self.failure or self.missing or self.extra or self.reshaped or self.deviating)
-
-
-@dataclass(slots=True)
 class Evidence:
     """All that is known of a run and its reference.
 
     Attributes:
         initial: The weights before the first update.
         summed_rate: Sum of the learning rates of the updates that were kept.
-        tied: Groups of names that share one parameter.
-        shift: How many samples the run is ahead of the reference (behind, if negative), where that explains its digest.
-        failure: Why the run ended early, if it did.
-        notes: What of the model makes a run depend on the number of ranks by design.
+        failure: Why the run ended early, or could not publish its weights.
+        notes: Why the model's result depends on the number of ranks by design.
         measured: The same as shown by forwards of the reference.
-        published: None: the run ended early, or this isn't the first rank.
+        published: Parameters whose published weights differ, and how.
     """
 
-    initial: TensorComparison
-    steps: list[StepComparison]
-    summed_rate: float
-    tied: list[list[str]]
-    shift: int | None = None
+    initial: TensorComparison = field(default_factory=TensorComparison)
+    steps: list[StepComparison] = field(default_factory=list)
+    summed_rate: float = 0.0
     failure: str | None = None
     notes: list[str] = field(default_factory=list)
     measured: list[str] = field(default_factory=list)
-    published: PublishedComparison | None = None
+    published: dict[str, str] = field(default_factory=dict)
 
 
 def _relative(value: float, expected: float) -> float:

@@ -1,4 +1,4 @@
-"""Find what makes a run depend on the number of ranks and micro-batches by design, and turn off what can be.
+"""Finds what makes a run depend on the number of ranks and micro-batches by design, and turns off what can be.
 
     nn.Dropout(p)               set to 0: dropout is keyed by update, data rank and micro-batch
     attention_dropout=0.1       set to 0: a number on a module, or on the config that a transformers model reads
@@ -21,12 +21,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lockstep.config.schema import Loader
+from lockstep.core.formatting import listed
 from lockstep.data.fetching import FetchRequest, fetch
 from lockstep.data.loader import evaluation_batches
 from lockstep.optim.precision import resolve_compute
 from lockstep.strategies.registry import find_strategy
 from lockstep.training.session import components_of
-from lockstep.transforms.block_state import changes, state_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,14 +40,13 @@ _MAX_DROPOUTS = 4
 _FETCHED = 4
 _FORWARDED = 8
 _TOLERANCE = {None: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # of a loss; rounding alone is far less
-_MAX_CHANGES = 3
 
 
 # --- by inspection ------------------------------------------------------------------------------------------------
 
 
-def disable_dropout(model: nn.Module) -> str | None:
-    """Set all dropout probabilities to 0, in place; return a note that lists them, or None if there are none."""
+def disable_dropout(model: nn.Module) -> list[str]:
+    """Set all dropout probabilities to 0, in place; return a note that lists them, if there are any."""
     disabled: dict[str, float] = {}
     configs: set[int] = set()
     for path, module in model.named_modules():
@@ -58,10 +57,9 @@ def disable_dropout(model: nn.Module) -> str | None:
             configs.add(id(config))
             _set_to_zero(config, f"{prefix}config.", disabled)
     if not disabled:
-        return None
-    listed = ", ".join(f"{name} {value:g}" for name, value in list(disabled.items())[:_MAX_DROPOUTS])
-    more = f" and {len(disabled) - _MAX_DROPOUTS} more" if len(disabled) > _MAX_DROPOUTS else ""
-    return f"dropout is set to 0 ({listed}{more}), because it is random per rank and micro-batch"
+        return []
+    names = listed([f"{name} {value:g}" for name, value in disabled.items()], _MAX_DROPOUTS)
+    return [f"dropout is set to 0 ({names}), because it is random per rank and micro-batch"]
 
 
 def _set_to_zero(holder: Any, prefix: str, disabled: dict[str, float], *, is_dropout: bool = False) -> None:
@@ -118,19 +116,14 @@ def _measured_causes(session: Session) -> list[str]:
     size = min(_FORWARDED, components.source.facts.samples) // 2 * 2
     if size < 2:
         return []
-    model = components.sharding.state.model
     (whole,) = _batches(session, size, 1)
     tolerance = _TOLERANCE[resolve_compute(components.config.precision.compute, components.world.device)]
-    before = state_of({"": model})
     first = _loss(session, whole, seed=1)
-    changed = changes(before, state_of({"": model}))
     second = _loss(session, whole, seed=1)
     if _differ(first, second, tolerance):
-        named = ", ".join(changed[:_MAX_CHANGES]) + (" and others" if len(changed) > _MAX_CHANGES else "")
-        state = f"it changes {named}" if changed else "it keeps state that is neither a buffer nor an attribute"
         return [
             f"a forward depends on earlier ones: the loss of {size} samples is {first:.6g}, and {second:.6g} when "
-            f"repeated; {state}, which each rank has for itself"
+            "repeated; each rank has this state for itself"
         ]
     reseeded = _loss(session, whole, seed=2)
     if _differ(first, reseeded, tolerance):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from lockstep.core.formatting import counted
 from lockstep.proof.cases import Case, by_reason
 from lockstep.proof.diagnosis import diagnose
 from lockstep.proof.evidence import Evidence
@@ -68,7 +69,7 @@ class Row:
 
 def row_of(case: Case, evidence: Evidence, tolerance: Tolerance, seconds: float) -> Row:
     """Return the row of a run that was compared, to its end or until it failed."""
-    deviation = diagnose(case, evidence, tolerance)
+    deviation = diagnose(evidence, tolerance)
     steps = evidence.steps
     last = next((step.weights for step in reversed(steps) if step.weights is not None), None)
     return Row(
@@ -133,35 +134,15 @@ def line(cells: Sequence[str]) -> str:
 
 def explanations(rows: Sequence[Row]) -> list[str]:
     """Return why rows did not pass; each reason of refused runs once, with the runs that it holds for."""
-    refused = [
-        (row.strategy, row.ranks, _detail(row, rows), f"refused: {row.reason}")
-        for row in rows
-        if row.status == "refused"
-    ]
+    refused = [(row.strategy, row.ranks, f"refused: {row.reason}") for row in rows if row.status == "refused"]
     others = (row for row in rows if not row.passed and row.status != "refused")
     return [*map(explanation, others), *by_reason(refused)]
 
 
-def _detail(row: Row, rows: Sequence[Row]) -> str:
-    """Return what distinguishes a refused run from the runs of its strategy on these ranks that have another reason."""
-    others = [
-        other
-        for other in rows
-        if (other.strategy, other.ranks) == (row.strategy, row.ranks) and other.reason != row.reason
-    ]
-    detail = f" with {_micro_batches(row)}" if others else ""
-    return (
-        f"{detail} under {row.optimizer}" if any(other.accumulation == row.accumulation for other in others) else detail
-    )
-
-
-def _micro_batches(row: Row) -> str:
-    return f"{row.accumulation} micro-batch{'es' * (row.accumulation != 1)}"
-
-
 def explanation(row: Row) -> str:
     """Return why a row did not pass."""
-    run = f"{row.strategy} on {row.ranks} rank{'s' * (row.ranks > 1)}, {_micro_batches(row)}, {row.optimizer}"
+    micro_batches = f"{row.accumulation} micro-batch{'es' * (row.accumulation != 1)}"
+    run = f"{row.strategy} on {counted(row.ranks, 'rank')}, {micro_batches}, {row.optimizer}"
     if row.status in ("refused", "crashed"):
         return f"{run}: {row.status}: {row.reason}"
     return f"{run}: {row.what}\n  likely: {row.reason}"
