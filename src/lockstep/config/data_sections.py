@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from lockstep.strategies.section import Auto, Fraction, PathText, PlaceText, Positive, Section, without_effect
 
-SampleIndex = Annotated[int, Field(ge=0, lt=2**62)]
+SampleIndex = Annotated[int, Field(ge=0, le=2**62 - 1)]
 
 
 class StdlibText(Section):

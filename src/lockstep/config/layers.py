@@ -12,7 +12,6 @@ exclude each other: a later `run.epochs` replaces an earlier `run.steps`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
@@ -107,9 +106,8 @@ def from_environment(environ: Mapping[str, str], beneath: Table) -> tuple[Table,
             path = _spelled(rest.split("__"), beneath)
             layer.append((Override(".".join(path), text, variable), path))
             continue
-        flat = _flat_keys(names())
-        for near in difflib.get_close_matches(rest, flat, n=1, cutoff=0.9):  # LOCKSTEP_OPTIM_LR
-            meant = PREFIX + "__".join(flat[near]).upper()
+        if rest in (flat := _flat_keys(names())):  # LOCKSTEP_OPTIM_LR
+            meant = PREFIX + "__".join(flat[rest]).upper()
             why = f"has no effect; two underscores separate the keys: write {meant}"
             problems.append(Problem(variable, "", why))
     tree, further = _layer(layer, beneath)

@@ -122,7 +122,7 @@ def _combine(
         tree, merge_notes = merge(tree, layer)
         notes += merge_notes
         errors += wrong
-    config = _check(tree, [*errors, *_not_unicode(tree)])
+    config = _check(tree, errors)
     if not runs:  # the config of a run has these values
         tree, config = _with_other_config(tree, config)
     written = {".".join(path): node.where for path, node in _written(tree, ())}
@@ -157,21 +157,6 @@ def _check(tree: Table, errors: list[Problem]) -> Config:
     if errors:
         raise ConfigError(errors)
     return config
-
-
-def _not_unicode(node: Node, key: str = "") -> Iterator[Problem]:
-    """Yield the problems of texts that the files of a run can't hold: a command line may have any bytes."""
-    if isinstance(node, Table):
-        for name, entry in node.entries.items():
-            yield from _not_unicode(entry.node, f"{key}.{name}" if key else name)
-    elif isinstance(node, Items):
-        for item in node.items:
-            yield from _not_unicode(item, key)
-    elif isinstance(node.value, str):
-        try:
-            node.value.encode()
-        except UnicodeEncodeError:
-            yield Problem(node.where, key, f"{node.value!a} has bytes that aren't UTF-8; rename it")
 
 
 # --- conversion to the types of the schema ------------------------------------------------------------------------

@@ -6,8 +6,8 @@
                             betas -> Items(...)          run.yaml:3:10
 
 Plain scalars have the meaning of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): `3e-4` is a number, only
-`true` and `false` are booleans, `no` is text. Beyond it, digits may be grouped as in `1_000_000`. A leaf keeps its
-text, for keys whose value is text. JSON is read by the same composer, for its positions.
+`true` and `false` are booleans, `no` is text. Digits may also be grouped as in `1_000_000`. A leaf keeps its text, for
+keys whose value is text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import yaml
 
@@ -103,55 +103,52 @@ def read_json(text: str, name: str) -> tuple[Table | None, list[Problem]]:
     def refuse_constant(word: str) -> float:
         raise ValueError(f"{word} is not a number in JSON")
 
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        if len(values := dict(pairs)) < len(pairs):
+            raise ValueError(f"a key is given twice among {', '.join(key for key, _ in pairs)}")
+        return values
+
     try:
-        json.loads(text, parse_constant=refuse_constant)
+        tree = from_python(json.loads(text, parse_constant=refuse_constant, object_pairs_hook=unique), name)
     except json.JSONDecodeError as error:
-        place = f"{name}:{error.lineno}:{error.colno}"
-        return None, [Problem(place, "", f"is not JSON: {error.msg[0].lower()}{error.msg[1:]}")]
+        return None, [Problem(f"{name}:{error.lineno}:{error.colno}", "", f"is not JSON: {error.msg}")]
     except ValueError as error:
         return None, [Problem(name, "", str(error))]
     except RecursionError:
         return None, [Problem(name, "", _TOO_DEEP)]
-    for sign in "\x85\u2028\u2029":  # line breaks of YAML, but not in JSON's strings
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return read_yaml(text.replace("\t", " "), name)  # JSON strings hold no raw tabs; YAML allows none between values
+    return (tree, []) if isinstance(tree, Table) else (None, [Problem(name, "", "is not a JSON object")])
 
 
 def read_yaml(text: str, name: str) -> tuple[Table | None, list[Problem]]:
     """Return the text's values and problems; `name` is the file in all places."""
-    try:
-        root = yaml.compose(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        return None, [_syntax(error, name, text)]
-    except yaml.YAMLError as error:
-        return None, [Problem(name, "", f"is not YAML: {' '.join(str(error).split())}")]
-    if root is None:
-        return Table(where=name), []
-    reader = _Reader(name)
-    node = reader.node(root, ())
-    if isinstance(node, Leaf) and node.value is None:
-        return Table(where=name), reader.problems
+    node, problems = _read(text, _Reader(name))
+    if node is None or (isinstance(node, Leaf) and node.value is None):
+        return (None if problems else Table(where=name)), problems
     if not isinstance(node, Table):
-        colon = isinstance(node, Leaf) and ":" in str(node.text)
-        hint = "; a colon is followed by a space" if colon else ""
-        reader.problems.append(Problem(node.where, "", f"a config is made of lines `key: value`{hint}"))
-        return None, reader.problems
-    return Table(node.entries, name), reader.problems
+        hint = "; a colon is followed by a space" if isinstance(node, Leaf) and ":" in str(node.text) else ""
+        return None, [*problems, Problem(node.where, "", f"a config is made of lines `key: value`{hint}")]
+    return Table(node.entries, name), problems
 
 
 def read_value(text: str, where: str) -> tuple[Node, list[Problem]]:
     """Return a value of the command line or the environment: a YAML list, mapping or quoted text, or else a scalar."""
     if not text.lstrip().startswith(("[", "{", '"', "'")) or _IPV6_PORT.fullmatch(text):
         return Leaf(resolve(text) if text else "", text, where), []
+    node, problems = _read(text, _Reader(where, lines=False))
+    return node or Leaf(None, None, where), problems
+
+
+def _read(text: str, reader: _Reader) -> tuple[Node | None, list[Problem]]:
     try:
         root = yaml.compose(text, Loader=_Loader)
+        node = None if root is None else reader.node(root, ())
+    except yaml.MarkedYAMLError as error:
+        return None, [reader.syntax(error)]
     except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or str(error)
-        return Leaf(None, None, where), [Problem(where, "", f"{text!r} is not YAML: {problem}")]
-    if root is None:
-        return Leaf(None, text, where), []
-    reader = _Reader(where, lines=False)
-    return reader.node(root, ()), reader.problems
+        return None, [Problem(reader.name, "", f"is not YAML: {' '.join(str(error).split())}")]
+    except RecursionError:
+        return None, [Problem(reader.name, "", _TOO_DEEP)]
+    return node, reader.problems
 
 
 def from_python(value: object, where: str = "") -> Node:
@@ -222,49 +219,32 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._depth = self._number = 0
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Raise MarkedYAMLError for a tree that is too large, before recursion or memory end."""
-        self._depth += 1
-        self._number += 1
-        if self._depth > MOST_DEPTH or self._number > MOST_VALUES:
-            why = _TOO_DEEP if self._depth > MOST_DEPTH else _TOO_MANY
-            raise yaml.MarkedYAMLError(problem=why, problem_mark=self.get_mark())
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._depth -= 1
+_ADVICE = {
+    "'\\t'": "a tab; YAML is indented with spaces",
+    "while scanning a quoted scalar": "this quote is never closed",
+    "while parsing a flow": "this bracket is never closed, or a comma is missing after it",
+    "while scanning an alias": "`*` begins an alias in YAML; quote the text, as in '*.bias'",
+    "mapping values are not allowed": "a second `: ` on a line; quote the value, or indent what belongs to the key",
+    "while scanning a simple key": "this line is not `key: value`",
+    "expected <block end>": "the indentation fits none of the lines above",
+}
 
 
 class _Reader:
+    """Converts YAML's nodes; `lines`: whether places have line and column."""
+
     def __init__(self, name: str, lines: bool = True) -> None:
+        self.name = name
         self.problems: list[Problem] = []
-        self._name = name
         self._lines = lines
-        self._open: list[int] = []
         self._number = 0
 
     def node(self, node: yaml.Node, path: tuple[str, ...]) -> Node:
-        where = self._where(node)
-        if id(node) in self._open:
-            self._problem(where, path, "this alias contains itself")
-            return Leaf(None, None, where)
+        where = self._place(node.start_mark)
         self._number += 1  # aliases of aliases make a few lines billions of values
-        if self._number > MOST_VALUES or len(self._open) > MOST_DEPTH:
-            if self._number <= MOST_VALUES + 1:
-                self._problem(where, (), _TOO_MANY if self._number > MOST_VALUES else _TOO_DEEP)
-            self._number = MOST_VALUES + 1
-            return Leaf(None, None, where)
-        self._open.append(id(node))
-        try:
-            return self._convert(node, path, where)
-        finally:
-            self._open.pop()
-
-    def _convert(self, node: yaml.Node, path: tuple[str, ...], where: str) -> Node:
+        if self._number > MOST_VALUES or len(path) > MOST_DEPTH:
+            raise yaml.YAMLError(_TOO_DEEP if len(path) > MOST_DEPTH else _TOO_MANY)
         if not node.tag.startswith("tag:yaml.org,2002:") or node.tag.startswith("tag:yaml.org,2002:python"):
             self._problem(where, path, f"tags such as {node.tag.replace('tag:yaml.org,2002:', '!!')} are not read")
         if isinstance(node, yaml.MappingNode):
@@ -273,17 +253,15 @@ class _Reader:
             return Items(tuple(self.node(item, (*path, str(i))) for i, item in enumerate(node.value)), where)
         if isinstance(node, yaml.ScalarNode) and node.style is None and node.tag == _PLAIN:
             return Leaf(resolve(node.value), node.value, where)
-        return Leaf(_join_surrogates(node.value), None, where)
+        return Leaf(node.value, None, where)
 
     def _table(self, node: yaml.MappingNode, path: tuple[str, ...], where: str) -> Table:
         entries: dict[str, TableEntry] = {}
         for key_node, value_node in node.value:
-            place = self._where(key_node)
+            key, place = key_node.value, self._place(key_node.start_mark)
             if not isinstance(key_node, yaml.ScalarNode):
                 self._problem(place, path, "a key is one word, not a list or a mapping")
-                continue
-            key = _join_surrogates(key_node.value)
-            if key in entries:
+            elif key in entries:
                 self._problem(place, (*path, key), f"given twice, first at {entries[key].where}; keep one")
             elif key == "<<":
                 self._problem(place, path, "`<<` is not read; name several files instead, which are merged")
@@ -291,60 +269,18 @@ class _Reader:
                 entries[key] = TableEntry(self.node(value_node, (*path, key)), place)
         return Table(entries, where)
 
-    def _where(self, node: yaml.Node) -> str:
-        return _place(self._name, node.start_mark) if self._lines else self._name
+    def syntax(self, error: yaml.MarkedYAMLError) -> Problem:
+        context, problem = error.context or "", error.problem or ""
+        for sign, advice in _ADVICE.items():
+            if sign in problem and error.problem_mark:
+                return Problem(self._place(error.problem_mark), "", advice)
+            if sign in context and error.context_mark:
+                return Problem(self._place(error.context_mark), "", advice)
+        mark = error.problem_mark or error.context_mark
+        return Problem(self._place(mark) if mark else self.name, "", f"is not YAML: {context} {problem}")
+
+    def _place(self, mark: yaml.Mark) -> str:
+        return f"{self.name}:{mark.line + 1}:{mark.column + 1}" if self._lines else self.name
 
     def _problem(self, where: str, path: tuple[str, ...], message: str) -> None:
         self.problems.append(Problem(where, ".".join(path), message))
-
-
-def _join_surrogates(text: str) -> str:
-    """Return text whose surrogate pairs, which YAML's reader takes from JSON's escapes, are single characters."""
-    if not any("\ud800" <= sign <= "\udfff" for sign in text):
-        return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _place(name: str, mark: yaml.Mark) -> str:
-    return f"{name}:{mark.line + 1}:{mark.column + 1}"
-
-
-# --- errors of syntax ---------------------------------------------------------------------------------------------
-
-_OPENED = tuple(
-    f"while {what}"
-    for what in (
-        "scanning a quoted scalar",
-        "parsing a flow sequence",
-        "parsing a flow mapping",
-        "scanning a simple key",
-    )
-)
-_ADVICE = (
-    ("'\\t'", "a tab; YAML is indented with spaces"),
-    ("while scanning a quoted scalar", "this quote is never closed"),
-    ("while parsing a flow sequence", "this [ is never closed, or a comma is missing after it"),
-    ("while parsing a flow mapping", "this { is never closed, or a comma is missing after it"),
-    ("while scanning an alias", "`*` begins an alias in YAML; quote the text, as in '*.bias'"),
-    ("found undefined alias", "`*` begins an alias in YAML; quote the text, as in '*.bias'"),
-    ("while scanning an anchor", "`&` begins an anchor in YAML; quote the text"),
-    ("mapping values are not allowed", "a second `: ` on a line; quote the value, or indent what belongs to the key"),
-    ("could not find expected ':'", "this line is not `key: value`"),
-    ("expected <block end>", "the indentation fits none of the lines above"),
-    ("that cannot start any token", "quote the text; this sign has a meaning in YAML"),
-    ("expected a single document", "a second document (---) begins here; put it into another file"),
-)
-
-
-def _syntax(error: yaml.MarkedYAMLError, name: str, text: str) -> Problem:
-    reason = f"{error.context or ''} {error.problem or ''}"
-    if error.problem in (_TOO_DEEP, _TOO_MANY) and error.problem_mark is not None:
-        return Problem(_place(name, error.problem_mark), "", error.problem)
-    mark = error.problem_mark or error.context_mark
-    if (error.context or "").startswith(_OPENED) and "'\\t'" not in reason:
-        mark = error.context_mark
-    place = _place(name, mark) if mark else name
-    for sign, advice in _ADVICE:
-        if sign in reason:
-            return Problem(place, "", advice)
-    return Problem(place, "", f"is not YAML: {' '.join(reason.split())}")

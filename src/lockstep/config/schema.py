@@ -394,7 +394,7 @@ class Run(Section):
     """Length as a number of tokens, over all ranks; padding doesn't count."""
     epochs: Annotated[float, Field(gt=0)] | None = None
     """Length as passes over the training data; may be a fraction."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 42
     """Seed of initial weights, order of samples, dropout and augmentation. The same seed gives the same run."""
     folder: RunPlaceText | None = None
     """Folder that the run writes to, on a disk; null: runs/RECIPE-DATE-TIME."""

@@ -4,14 +4,9 @@
     a run that this user has started here     yes; the values hidden in its config are restored
     any other run                             what reaches out of its folder is listed; --trust-run allows it
 
-`REACHES` classifies every key of the schema that takes a text; a key that it lacks reaches out. Numbers, switches and
-the words of a fixed list name nothing outside.
-
-    RUN/config.yaml, RUN/environment.json     written when a run starts, without secrets; other users can forge them
-    $XDG_STATE_HOME/lockstep/runs/ID.json     written with them, for this user alone (by default in ~/.local/state): the
-                                              config's hash, where the code is that it names, and hidden values
-
-A run whose id and config agree with this record was started by this user. Any other run is foreign.
+A run is known by $XDG_STATE_HOME/lockstep/runs/ID.json (by default in ~/.local/state), which only this user can read
+and write: the config's hash, where the code is that it names, and hidden values. `config.yaml` and `environment.json`
+in the run's folder can be forged.
 """
 
 from __future__ import annotations
@@ -21,7 +16,6 @@ import json
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,7 +28,7 @@ from lockstep.config.shape import ANYTHING, ValueShape, fields
 from lockstep.config.writing import hidden_in, plain_yaml, to_plain, to_public
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.extensions import locate
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded
+from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
 from lockstep.core.secrets import is_harmless_variable, is_hidden
 from lockstep.core.terminal import plain_line
 from lockstep.core.tracking import TRACKERS
@@ -190,19 +184,18 @@ def _texts(value: Any, at: ValueShape, path: Keys, key: str) -> Iterator[tuple[K
 
 
 def approved(loaded: LoadedConfig, *, trusted: bool, writes: bool = False) -> Config:
-    """Return the config, all of which may be used.
+    """Return the config, if all of it may be used.
 
     Args:
         trusted: The user trusts the author of the run.
         writes: A run will be written to the config's folders.
 
     Raises:
-        ConfigError: It is of a run that this user has not started here, and reaches out of the run's folder; or a value
-            is hidden in it, and unknown.
+        ConfigError: The run is foreign and reaches out of its folder; or a hidden value is unknown.
     """
     if reasons := [] if trusted else list(_unapproved(loaded, writes)):
-        shown = "".join(f"\n  {place}: {_printable(demand)}" for place, demand in reasons)
-        runs = ", ".join(dict.fromkeys(_printable(run.name) for run in loaded.runs))
+        shown = "".join(f"\n  {place}: {plain_line(demand)}" for place, demand in reasons)
+        runs = ", ".join(dict.fromkeys(plain_line(run.name) for run in loaded.runs))
         problem = _why_forgetful()
         run = (
             f"of a run that isn't known as yours ({problem})" if problem else "of a run that you have not started here"
@@ -212,10 +205,6 @@ def approved(loaded: LoadedConfig, *, trusted: bool, writes: bool = False) -> Co
             "Pass --trust-run if you trust the author of the run (in Python: trust_run=True)"
         )
     return _with_hidden_values(loaded)
-
-
-def _printable(text: str) -> str:
-    return text if text.isprintable() else plain_line(text)
 
 
 def _unapproved(loaded: LoadedConfig, writes: bool) -> Iterator[tuple[str, str]]:
@@ -381,11 +370,6 @@ def known_as(run_id: str, values: object) -> KnownRun | None:
     return KnownRun(record.get("code", {}), {tuple(path): value for path, value in record.get("hidden", ())})
 
 
-def _configs_of(run_id: str) -> dict[str, Any]:
-    configs = _recall(run_id).get("configs")
-    return configs if isinstance(configs, dict) else {}
-
-
 def id_of_run(run: Path) -> str | None:
     """Return the id of the run in this folder, which is also in its checkpoints; None: it has none yet."""
     try:
@@ -400,39 +384,26 @@ def _digest(values: object) -> str:
 
 
 _MOST_RUNS = 1000
-_MAX_RECORD_BYTES = 256 * 1024
 
 
 def _remember(run_id: str, record: Mapping[str, Any]) -> None:
     """Store the record of a run, as far as that is possible, and forget the oldest of too many."""
-    text = json.dumps(record)
     with suppress(OSError):
-        folder = _known_runs() if len(text) <= _MAX_RECORD_BYTES else None
-        if folder is None:
-            return
-        _write_privately(folder / f"{run_id}.json", text)
-        with os.scandir(folder) as entries:
-            files = sorted((entry.stat(follow_symlinks=False).st_mtime, entry.path) for entry in entries)
-        for _, path in files[:-_MOST_RUNS]:
-            with suppress(OSError):
-                os.unlink(path)
+        if (folder := _known_runs()) is not None:
+            write_atomically(folder / f"{run_id}.json", json.dumps(record), durable=False)
+            for path in sorted(folder.iterdir(), key=lambda path: path.lstat().st_mtime)[:-_MOST_RUNS]:
+                path.unlink()
 
 
-def _recall(run_id: str) -> dict[str, Any]:
-    """Return the record of a run; empty if there is none, or if other users could have written it."""
+def _configs_of(run_id: str) -> dict[str, Any]:
+    """Return the records of a run by the digests of its configs; empty if other users could have written them."""
     try:
         folder = _known_runs(make=False)
-        if folder is None:
-            return {}
-        handle = os.open(folder / f"{run_id}.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(handle, encoding="utf-8") as file:
-            status = os.fstat(handle)
-            if not stat.S_ISREG(status.st_mode) or not _is_private(status) or status.st_size > _MAX_RECORD_BYTES:
-                return {}
-            record = json.loads(file.read(_MAX_RECORD_BYTES))
-    except (OSError, ValueError, RecursionError):
+        content = {} if folder is None else json.loads(read_bounded(folder / f"{run_id}.json", MAX_JSON_BYTES))
+        configs = content.get("configs")
+    except (OSError, ValueError, AttributeError, RecursionError):
         return {}
-    return record if isinstance(record, dict) else {}
+    return configs if isinstance(configs, dict) else {}
 
 
 def _why_forgetful() -> str | None:
@@ -447,19 +418,16 @@ def _why_forgetful() -> str | None:
 
 
 def _known_runs(*, make: bool = True) -> Path | None:
-    """Return the folder of the records; None if another user owns it, or can write it."""
-    root = _state_root()
-    if root is None:
+    """Return the folder of the records; None if another user owns it, or can read or write it."""
+    if (root := _state_root()) is None:
         return None
     folder = root / "lockstep" / "runs"
-    for path in (folder.parent, folder):
-        if make:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileExistsError):
-                path.mkdir(mode=0o700)
-        if not _is_private(path.lstat()) or not path.is_dir():
-            return None
-    return folder
+    if make:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    is_private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    return folder if is_private else None
 
 
 def _state_root() -> Path | None:
@@ -470,19 +438,3 @@ def _state_root() -> Path | None:
         return Path.home() / ".local" / "state"
     except RuntimeError:
         return None
-
-
-def _is_private(status: os.stat_result) -> bool:
-    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
-
-
-def _write_privately(path: Path, text: str) -> None:
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=".new-")  # 0600, under a random name
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(partial)
-        raise

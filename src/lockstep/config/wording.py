@@ -31,8 +31,7 @@ def expectation(at: ValueShape) -> str:
     if at.interval:
         valid.append("an interval such as 100 steps or 1 epoch")
     if at.items:
-        inner = _plural(at.items)
-        valid.append(f"a list of {at.length} {inner}" if at.length else f"a list of {inner}")
+        valid.append(f"a list of {at.length or ''} ({expectation(at.items)} each)".replace("of  (", "("))
     elif at.values or at.sections():
         valid.append("a mapping of names to values" if at.values else "a mapping")
     if at.choices:
@@ -42,47 +41,32 @@ def expectation(at: ValueShape) -> str:
     return ", or ".join(valid) or "a value"
 
 
-def _plural(item: ValueShape) -> str:
-    if item.items:
-        return f"lists of {item.length or ''} {_plural(item.items)}".replace("  ", " ")
-    if item.whole:
-        return f"whole numbers{_bounds(item.whole)}"
-    return "mappings" if item.sections() else "numbers" if item.real else "text"
-
-
 def _bounds(bounds: Range) -> str:
-    low = f"{bounds.ge:g}" if bounds.ge is not None else None
-    if bounds.le is not None:
-        return f" from {low} to {bounds.le:g}" if low else f" up to {bounds.le:g}"
-    if bounds.lt is not None:
-        if bounds.gt is not None:
-            return f" above {bounds.gt:g} and below {bounds.lt:g}"
-        exponent = math.log2(bounds.lt)
-        power = bounds.lt > 10**6 and exponent.is_integer()
-        return f" from {low} up to, not including, {f'2^{exponent:.0f}' if power else f'{bounds.lt:g}'}"
-    if bounds.gt is not None:
-        return f" above {bounds.gt:g}"
-    return f" of {low} or more" if low else ""
+    if bounds.ge is not None and bounds.le is not None:
+        return f" from {bounds.ge:g} to {bounds.le:g}"
+    words = (
+        ("above {:g}", bounds.gt),
+        ("of {:g} or more", bounds.ge),
+        ("below {:g}", bounds.lt),
+        ("up to {:g}", bounds.le),
+    )
+    limits = [word.format(limit) for word, limit in words if limit is not None]
+    return f" {' and '.join(limits)}" if limits else ""
 
 
 def nearest(value: object, bounds: Range, whole: bool) -> str | None:
     """Return the nearest number within the bounds, if there is one."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
+    low, high = bounds.ge, bounds.le
+    if whole:
+        low = low if bounds.gt is None else bounds.gt + 1
+        high = high if bounds.lt is None else bounds.lt - 1
+    elif bounds.gt is not None or bounds.lt is not None:
+        return None
     number = round(value) if whole else value
-    if bounds.ge is not None:
-        number = max(number, bounds.ge)
-    if bounds.gt is not None and number <= bounds.gt:
-        if not whole:
-            return None
-        number = int(bounds.gt) + 1
-    if bounds.le is not None:
-        number = min(number, bounds.le)
-    if bounds.lt is not None and number >= bounds.lt:
-        if not whole:
-            return None
-        number = int(bounds.lt) - 1
-    return f"{number:g}" if isinstance(number, float) else str(number)
+    number = max(number, number if low is None else low)
+    return f"{min(number, number if high is None else high):g}"
 
 
 def shown(node: Node) -> str:
