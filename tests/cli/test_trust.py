@@ -111,7 +111,6 @@ VERBS: dict[str, tuple[str, ...]] = {
     "plan --measure": ("plan", "*", "--measure", "--peak", "none"),
     "profile data": ("profile", "data", "*", "--seconds", "1"),
     "profile memory": ("profile", "memory", "*"),
-    "config deepspeed": ("config", "deepspeed", "*", "parallel.strategy=deepspeed"),
     "eval": ("eval", "*"),
     "generate": ("generate", "*", "def "),
     "export": ("export", "*", "--format", "hf"),

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.cli.main import main
 from lockstep.config import deepspeed_check
-from lockstep.config.deepspeed import engine_config, not_carried_out, plain_config
+from lockstep.config.deepspeed import engine_config, not_carried_out
 from lockstep.config.deepspeed_check import Derived, check, check_alone
 from lockstep.config.deepspeed_keys import deepspeed_keys, keys_of
 from lockstep.config.loading import load, validate
@@ -162,36 +162,6 @@ def test_a_key_that_the_user_has_set_and_that_differs_is_refused_by_name() -> No
         config({"optimizer": {"type": "AdamW", "params": {"lr": "fast"}}})
 
 
-def test_the_config_for_deepspeed_without_lockstep() -> None:
-    schedule = {"kind": "cosine", "warmup_steps": 10, "final_ratio": 0.1}
-    written = plain_config(config(USUAL, OFFLOADED, schedule=schedule), DERIVED)
-    assert written["train_batch_size"] == 16
-    assert written["gradient_accumulation_steps"] == 2
-    assert written["gradient_clipping"] == 1.0
-    assert written["optimizer"] == {
-        "type": "AdamW",
-        "params": {
-            "lr": 0.001,
-            "weight_decay": 0.01,
-            "betas": [0.9, 0.999],
-            "eps": 1e-8,
-            "torch_adam": True,
-            "adam_w_mode": True,
-        },
-    }
-    assert written["scheduler"] == {
-        "type": "WarmupCosineLR",
-        "params": {
-            "total_num_steps": 100,
-            "warmup_min_ratio": 0.0,
-            "cos_min_ratio": 0.1,
-            "warmup_num_steps": 11,
-            "warmup_type": "linear",
-        },
-    }
-    assert "auto" not in json.dumps(written)
-
-
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "global batch": (
         {"train_batch_size": 64},
@@ -335,13 +305,6 @@ def test_lockstep_does_deepspeed_s_activation_checkpointing() -> None:
     assert refusal({"activation_checkpointing": {"profile": True}}, memory=full).startswith(
         "activation_checkpointing.profile: true is not accepted: Lockstep doesn't time each block"
     )
-
-
-def test_the_plain_scheduler_is_accepted_as_the_users_config() -> None:
-    for warmup_type in ("linear", "log"):
-        schedule = {"kind": "cosine", "warmup_steps": 10, "final_ratio": 0.1, "warmup_type": warmup_type}
-        written = plain_config(config(None, schedule=schedule), DERIVED)["scheduler"]
-        check(config({"scheduler": written}, schedule=schedule), DERIVED)
 
 
 def test_loss_scaling_of_fp16_must_agree() -> None:

@@ -275,7 +275,7 @@ RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"RANK": "2"}, "RANK is 2, but ranks are 0 to 1"),
+        ({"RANK": "2"}, "RANK is 2, but"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
         ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is 1"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),

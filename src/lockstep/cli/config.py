@@ -1,4 +1,4 @@
-"""The verb `config`: lockstep config show | check | schema | deepspeed | import."""
+"""The verb `config`: lockstep config show | check | schema | import."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from lockstep.cli.arguments import (
     Parser,
     add_config,
     add_ranks,
-    add_trust,
     add_untested,
-    approved_config,
     read_config,
     run_command,
 )
@@ -83,19 +81,6 @@ def _schema(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _deepspeed(arguments: Sequence[str]) -> int:
-    parser = _parser("deepspeed")
-    add_ranks(parser, "as if started on N ranks")
-    add_trust(parser)
-    add_untested(parser)
-    args, overrides = parser.parse(arguments)
-    loaded, _ = approved_config(args.config, overrides, trusted=args.trust_run)
-
-    from lockstep.training.planning import deepspeed_config
-
-    return deepspeed_config(loaded, trust_remote_code=args.trust_remote_code)
-
-
 def _import(arguments: Sequence[str]) -> int:
     from lockstep.cli import config_import
 
@@ -106,7 +91,6 @@ COMMANDS = {
     "show": Command("print every value and where it comes from", _show),
     "check": Command("print ok or all errors; with --ranks N, also those on N ranks", _check),
     "schema": Command("print the JSON Schema for completion in editors", _schema),
-    "deepspeed": Command("print the run's DeepSpeed config, for use without Lockstep", _deepspeed),
     "import": Command("convert another tool's config, and report what became of each key", _import),
 }
 

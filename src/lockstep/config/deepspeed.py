@@ -1,7 +1,4 @@
-"""Makes DeepSpeed's config for a run.
-
-    engine_config    for the run's engine, which only reduces, shards and updates
-    plain_config     for DeepSpeed without Lockstep, to make the same run
+"""Makes the config of the run's DeepSpeed engine, which only reduces, shards and updates.
 
 `Derived`, from the plan, has the numbers that depend on the number of ranks. `deepspeed_check` checks the user's
 DeepSpeed config first.
@@ -10,7 +7,7 @@ DeepSpeed config first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.deepspeed_check import (
@@ -19,14 +16,11 @@ from lockstep.config.deepspeed_check import (
     check,
     is_number_of_elements,
     read_deepspeed,
-    warmup_num_steps,
-    warmup_steps,
 )
 from lockstep.config.deepspeed_keys import deepspeed_keys, keys_of
-from lockstep.core.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Config, DeepSpeed, Optim
+    from lockstep.config.schema import Config, DeepSpeed
     from lockstep.plan.plan import Plan
 
 _BUCKET = 500_000_000  # DeepSpeed's default: elements reduced at a time
@@ -53,38 +47,6 @@ def engine_config(config: Config, derived: Derived) -> dict[str, Any]:
         "gradient_clipping": 0.0,
         "timers": {"throughput": {"enabled": False}},  # it makes the host wait for the device in each forward and step
         **(_BF16 if config.parallel.deepspeed.bf16_weights else {}),
-        **_shared(config.parallel.deepspeed, derived.trainable),
-    }
-
-
-def plain_config(config: Config, derived: Derived) -> dict[str, Any]:
-    """Return the same run as DeepSpeed's own JSON, every number filled in.
-
-    Raises:
-        ConfigError: See `check`; or DeepSpeed has no such optimizer, schedule or batch.
-    """
-    check(config, derived)
-    train_batch = derived.micro_size * derived.accumulation * derived.ranks
-    if problems := [*_inexpressible(config, derived, train_batch)]:
-        raise ConfigError(problems)
-    scheduler = _scheduler(config, derived)
-    compute = config.precision.compute
-    # DeepSpeed's autocast leaves parameters in fp32, as Lockstep does
-    autocast = {"enabled": True, "dtype": {"bf16": "bfloat16", "fp16": "float16"}.get(compute)}
-    return {
-        "train_batch_size": train_batch,
-        "train_micro_batch_size_per_gpu": derived.micro_size,
-        "gradient_accumulation_steps": derived.accumulation,
-        "gradient_clipping": config.optim.clip_norm or 0.0,
-        "optimizer": _optimizer(config.optim),
-        **({} if scheduler is None else {"scheduler": scheduler}),
-        **(
-            _BF16
-            if config.parallel.deepspeed.bf16_weights
-            else {"torch_autocast": autocast}
-            if autocast["dtype"]
-            else {}
-        ),
         **_shared(config.parallel.deepspeed, derived.trainable),
     }
 
@@ -143,49 +105,3 @@ def _shared(section: DeepSpeed, trainable: int) -> dict[str, Any]:
 
 def _passed(given: Mapping[str, Any], section: str) -> dict[str, Any]:
     return {key: given[key] for key in keys_of(section, ["pass"]) if given.get(key, AUTO) != AUTO}
-
-
-def _optimizer(optim: Optim) -> dict[str, Any]:
-    params: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
-    if optim.name in ("adamw", "adam"):
-        adam = {"betas": list(optim.betas), "eps": optim.eps, "torch_adam": True, "adam_w_mode": optim.name == "adamw"}
-        return {"type": "AdamW" if optim.name == "adamw" else "Adam", "params": params | adam}
-    if optim.name == "sgd":
-        return {"type": "SGD", "params": params | {"momentum": optim.momentum, "nesterov": optim.nesterov}}
-    return {"type": "Lion", "params": params | {"betas": list(optim.betas)}}
-
-
-def _scheduler(config: Config, derived: Derived) -> dict[str, Any] | None:
-    """Return DeepSpeed's scheduler, whose warmup and curve come two updates later than Lockstep's."""
-    schedule, steps = config.schedule, derived.steps
-    if schedule.kind == "constant" and not warmup_steps(schedule, steps):
-        return None
-    shared = {"warmup_num_steps": warmup_num_steps(schedule, steps), "warmup_type": schedule.warmup_type}
-    if schedule.kind == "cosine":
-        cosine = {"total_num_steps": steps, "warmup_min_ratio": 0.0, "cos_min_ratio": schedule.final_ratio}
-        return {"type": "WarmupCosineLR", "params": {**cosine, **shared}}
-    rates = {"warmup_min_lr": 0.0, "warmup_max_lr": config.optim.lr, **shared}
-    if schedule.kind == "constant":
-        return {"type": "WarmupLR", "params": rates}
-    return {"type": "WarmupDecayLR", "params": {"total_num_steps": steps, **rates}}
-
-
-def _inexpressible(config: Config, derived: Derived, train_batch: int) -> Iterator[Problem]:
-    global_size, schedule = config.batch.global_size, config.schedule
-    if train_batch != global_size:
-        yield Problem(
-            "",
-            "batch.global_size",
-            f"{global_size} is not micro x accumulation x ranks = {derived.micro_size} x {derived.accumulation} x "
-            f"{derived.ranks} = {train_batch}, and DeepSpeed has only those; write `batch.global_size: {train_batch}`",
-        )
-    if config.optim.name in ("muon", "adafactor"):
-        yield Problem("", "optim.name", f"{config.optim.name} has no counterpart in DeepSpeed; take adamw")
-    if schedule.kind == "warmup-stable-decay":
-        yield Problem("", "schedule.kind", "DeepSpeed has no warmup-stable-decay; take linear, cosine or constant")
-    if schedule.kind == "linear" and schedule.final_ratio:
-        yield Problem("", "schedule.final_ratio", f"{schedule.final_ratio:g}, but DeepSpeed's linear decay ends at 0")
-    if config.precision.compute == "auto":
-        yield Problem("", "precision.compute", "auto depends on the machine; write fp32, bf16 or fp16")
-    if derived.steps is None and schedule.kind != "constant":
-        yield Problem("", "run", "the number of steps is unknown in advance, and DeepSpeed's schedule needs it")

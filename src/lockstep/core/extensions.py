@@ -168,9 +168,7 @@ def _entry_point(kind: str, name: str, builtin: tuple[str, ...]) -> object:
 
     entries = {entry.value: entry for entry in entry_points(group=f"lockstep.{kind}", name=name)}
     if len(entries) > 1:
-        raise ConfigError(
-            f"{name} is registered more than once in lockstep.{kind}: {', '.join(sorted(entries))}; {_FORM}"
-        )
+        raise ConfigError(f"{name} is registered more than once: {', '.join(sorted(entries))}; {_FORM}")
     for target, entry in entries.items():
         try:
             return entry.load()
@@ -178,14 +176,7 @@ def _entry_point(kind: str, name: str, builtin: tuple[str, ...]) -> object:
             raise ConfigError(f"{name}: importing {target} raised {_describe(error)}") from error
     known = [*builtin, *sorted(registered(kind))]
     names = f" (there are {', '.join(known)})" if known else ""
-    module, dot, last = name.rpartition(".")
-    guess = hint(name, known)
-    if dot:
-        guess = f"; did you mean {name}:NAME?" if last == "py" else f"; did you mean {module}:{last}?"
-    raise ConfigError(
-        f"{name!r} is not registered in lockstep.{kind}{names}{guess}; {_FORM}, or install a package that "
-        f'declares it under [project.entry-points."lockstep.{kind}"]'
-    )
+    raise ConfigError(f"{name!r} is not registered in lockstep.{kind}{names}{hint(name, known)}; {_FORM}")
 
 
 def _call(name: str, function: Any, arguments: Mapping[str, Any]) -> object:
@@ -226,8 +217,6 @@ def _import_module(name: str, target: str) -> ModuleType:
 def _import_file(place: str, target: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
-        if not path.parent.is_dir():
-            raise ConfigError(f"{target}: there is no file {path}; there is no folder {path.parent} either")
         neighbors = [file.name for file in path.parent.glob("*.py")]
         raise ConfigError(f"{target}: there is no file {path}{hint(path.name, neighbors)}")
     _importable_from(path.parent)

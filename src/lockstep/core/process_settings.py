@@ -24,13 +24,9 @@ def open_closed_streams() -> None:
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is not None:
             continue
-        descriptor = os.open(os.devnull, os.O_RDWR)
-        os.dup2(descriptor, number)
+        os.dup2(os.open(os.devnull, os.O_RDWR), number)
         os.set_inheritable(number, True)
-        if descriptor != number:
-            os.close(descriptor)
-        stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115  it stays open
-        setattr(sys, name, stream)
+        setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115  it stays open
 
 
 def raise_open_file_limit() -> None:

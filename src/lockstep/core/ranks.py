@@ -25,13 +25,7 @@ NODES = "LOCKSTEP_NODES"
 ADDRESS = "LOCKSTEP_ADDRESS"
 
 _LOOPBACK = "127.0.0.1"
-_REMEDIES = {
-    "RANK": "set it to this process's number among all, from 0, or unset WORLD_SIZE to start alone",
-    "WORLD_SIZE": "set it to the number of ranks, or unset RANK to start alone",
-    "LOCAL_RANK": "set it to this process's number on its machine, from 0 (on a single machine: RANK)",
-    "MASTER_ADDR": "set it to the host of rank 0 (on a single machine: 127.0.0.1)",
-    "MASTER_PORT": "set it to one free port of rank 0's host, the same for all ranks (such as 29500)",
-}
+_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +88,7 @@ class RankEnvironment:
             launch_id=environ.get("TORCHELASTIC_RUN_ID", ""),
             one_machine=world_size == 1 or local == str(world_size) or (is_loopback and environ.get(NODES, "1") == "1"),
         )
-        problems = environment._contradictions()
-        if problems:
+        if problems := environment._contradictions():
             raise ConfigError(problems)
         return environment
 
@@ -112,29 +105,17 @@ class RankEnvironment:
         return variables if self.store_fd is None else {**variables, STORE_FD: str(self.store_fd)}
 
     def _contradictions(self) -> list[Problem]:
-        ranks, local_ranks, rank, port = self.world_size, self.local_world_size, self.rank, self.master_port
-        checks = {
-            "WORLD_SIZE": (ranks >= 1, f"is {ranks}; there is at least 1 rank"),
-            "RANK": (
-                0 <= rank <= max(0, ranks - 1),
-                f"is {rank}, but ranks are 0 to {ranks - 1} with WORLD_SIZE {ranks}",
-            ),
-            "LOCAL_WORLD_SIZE": (
-                1 <= local_ranks <= max(1, ranks),
-                f"is {local_ranks}, but WORLD_SIZE, which counts the ranks of all machines, is {ranks}",
-            ),
-            "LOCAL_RANK": (
-                0 <= self.local_rank <= max(0, local_ranks - 1),
-                f"is {self.local_rank}, but local ranks are 0 to {local_ranks - 1} with {local_ranks} ranks on this "
-                "machine",
-            ),
-            "MASTER_PORT": (0 <= port <= 65535, f"is {port}; ports are 1 to 65535"),
-            STORE_FD: (
-                self.store_fd is None or rank == 0,
-                f"is set for rank {rank}, but rank 0 keeps the store; unset it",
-            ),
+        limits = {
+            "RANK": (self.rank, 0, self.world_size - 1),
+            "LOCAL_WORLD_SIZE": (self.local_world_size, 1, self.world_size),
+            "LOCAL_RANK": (self.local_rank, 0, self.local_world_size - 1),
+            "MASTER_PORT": (self.master_port, 0, 65535),
         }
-        return [_problem(name, message) for name, (holds, message) in checks.items() if not holds]
+        return [
+            _problem(name, f"is {value}, but with WORLD_SIZE {self.world_size} it is from {low} to {high}")
+            for name, (value, low, high) in limits.items()
+            if not low <= value <= high
+        ]
 
 
 def names_a_rank(environ: Mapping[str, str]) -> bool:
@@ -149,11 +130,11 @@ def started_by_lockstep(environ: Mapping[str, str]) -> bool:
 
 def _require(environ: Mapping[str, str]) -> None:
     """Raise ConfigError unless the variables of torch's `env://` are set, and LOCAL_RANK, which chooses the GPU."""
-    needed = ["RANK", "WORLD_SIZE"] if environ.get("WORLD_SIZE") == "1" else list(_REMEDIES)
-    missing = [name for name in needed if name not in environ]
-    if missing:
+    needed = _NEEDED[:2] if environ.get("WORLD_SIZE") == "1" else _NEEDED
+    if missing := [name for name in needed if name not in environ]:
         variables = ", ".join(f"{name}={environ[name]}" for name in needed if name in environ)
-        raise ConfigError([_problem(name, f"is not set, but {variables} is; {_REMEDIES[name]}") for name in missing])
+        why = f"is not set, but {variables} is; set it as torchrun does, or unset RANK and WORLD_SIZE to start alone"
+        raise ConfigError([_problem(name, why) for name in missing])
 
 
 def _number(environ: Mapping[str, str], name: str, otherwise: int | None = None) -> int:

@@ -48,13 +48,6 @@ class CollectiveTotals:
     timed_size: int = 0
     timed_seconds: float = 0.0
 
-    def bandwidths(self, operation: str, ranks: int) -> tuple[float, float] | None:
-        """Return algorithm and bus bandwidth in bytes per second; None if no call was waited for."""
-        if not self.timed_seconds or not self.timed_size:
-            return None
-        algorithm = self.timed_size / self.timed_seconds
-        return algorithm, algorithm * bus_factor(operation, ranks)
-
 
 class CollectiveMeter:
     """Counts this rank's collectives, and marks the time in which it waits for them.
@@ -83,15 +76,13 @@ class CollectiveMeter:
             of_groups = [(ranks, each) for (name, ranks), each in list(self.totals.items()) if name == operation]
             values[f"{operation}_bytes"] = sum(each.size for _, each in of_groups)
             ranks, largest = max(of_groups, key=lambda group: group[1].timed_size)
-            timed = 2 * largest.timed_size >= values[f"{operation}_bytes"] + self._unseen(operation)
-            if timed and (bandwidths := largest.bandwidths(operation, ranks)) is not None:
-                values[f"{operation}_bus_bytes_per_second"] = bandwidths[1]
-        if unseen := self._unseen("all_reduce"):
-            values["all_reduce_bytes"] = values.get("all_reduce_bytes", 0.0) + unseen
+            unseen = self._reduced.size if operation == "all_reduce" else 0
+            if largest.timed_seconds and 2 * largest.timed_size >= values[f"{operation}_bytes"] + unseen:
+                bandwidth = largest.timed_size / largest.timed_seconds
+                values[f"{operation}_bus_bytes_per_second"] = bandwidth * bus_factor(operation, ranks)
+        if self._reduced.size:
+            values["all_reduce_bytes"] = values.get("all_reduce_bytes", 0.0) + self._reduced.size
         return values
-
-    def _unseen(self, operation: str) -> int:
-        return self._reduced.size if operation == "all_reduce" else 0
 
     def count(self, operation: str, ranks: int, size: int) -> CollectiveTotals:
         """Count a call of `size` bytes."""

@@ -24,9 +24,6 @@ from torch._C._distributed_c10d import PrefixStore
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # other classes have a way of their own
 _HOST = ("cpu", "meta")
-_SMALL = 1024  # bytes of an object that are sent with its size; larger ones take a second exchange
-_NUMBER = 8  # bytes of a size
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class HostGroup(Protocol):
@@ -52,18 +49,19 @@ class GlooGroup:
 
     def gather(self, value: object) -> list[object]:
         own = _bytes(value)
-        heads = self._gathered(_head(own))
-        sizes = [_size(head) for head in heads]
-        longest = max(sizes)
-        tails = self._gathered(_padded(own[_SMALL:], longest - _SMALL)) if longest > _SMALL else [_NOTHING] * self._size
-        return [_joined(head, tail, size) for head, tail, size in zip(heads, tails, sizes, strict=True)]
+        sizes = self.numbers(len(own))
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(own)] = own
+        return [_object(data[:size]) for data, size in zip(self._gathered(padded), sizes, strict=True)]
 
     def broadcast(self, value: object) -> object:
-        data = _bytes(value) if self._rank == 0 else _NOTHING
-        head = self._broadcast(_head(data))
-        size = _size(head)
-        tail = self._broadcast(_padded(data[_SMALL:], size - _SMALL)) if size > _SMALL else _NOTHING
-        return value if self._rank == 0 else _joined(head, tail, size)
+        if self._rank == 0:
+            data = _bytes(value)
+            self._broadcast(torch.tensor([len(data)]))
+            self._broadcast(data)
+            return value
+        size = int(self._broadcast(torch.tensor([0])))
+        return _object(self._broadcast(torch.empty(size, dtype=torch.uint8)))
 
     def numbers(self, own: int) -> list[int]:
         return cast("list[int]", torch.cat(self._gathered(torch.tensor([own]))).tolist())
@@ -125,24 +123,8 @@ def _bytes(value: object) -> Tensor:
     return torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8)
 
 
-def _head(data: Tensor) -> Tensor:
-    """Return the number of bytes and the first of them: all, in most exchanges."""
-    number = torch.tensor([len(data)]).view(torch.uint8)
-    return torch.cat((number, _padded(data[:_SMALL], _SMALL)))
-
-
-def _size(head: Tensor) -> int:
-    return int(head[:_NUMBER].view(torch.int64))
-
-
-def _padded(data: Tensor, size: int) -> Tensor:
-    padded = torch.zeros(size, dtype=torch.uint8)
-    padded[: len(data)] = data
-    return padded
-
-
-def _joined(head: Tensor, tail: Tensor, size: int) -> object:
-    return pickle.loads(torch.cat((head[_NUMBER:], tail))[:size].numpy().tobytes())
+def _object(data: Tensor) -> object:
+    return pickle.loads(data.numpy().tobytes())
 
 
 def _connected(group: dist.ProcessGroup) -> object:

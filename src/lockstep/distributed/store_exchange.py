@@ -13,7 +13,7 @@ import base64
 import contextlib
 import itertools
 import json
-import logging
+import math
 import os
 import pickle
 import socket
@@ -32,7 +32,6 @@ _WOKEN_S = 30.0  # seconds to wait for other ranks, which may be busy between tw
 _NOT_WOKEN_S = 10.0  # the same where nothing interrupts a collective: for ranks that fail by themselves
 _PAUSE_PER_RANK_S, _LONGEST_PAUSE_S = 0.002, 0.2  # between two looks of a rank in a barrier: a thousand looks a second
 _FIRST_PAUSE_PER_RANK_S, _LONGEST_FIRST_PAUSE_S = 0.00005, 0.001  # the same at first
-_log = logging.getLogger("lockstep")
 _numbers = itertools.count()  # process-wide: the exchanges of all sessions share the store
 
 
@@ -69,8 +68,6 @@ class StoreExchange:
     def barrier(self, ranks: Sequence[int]) -> None:
         """Wait until all of `ranks` have called this as often as this one has, as long as no rank has failed.
 
-        Once in a timeout, one of those that wait logs which ranks it waits for.
-
         Raises:
             PeerFailed: A rank has failed, or has ended.
         """
@@ -89,29 +86,16 @@ class StoreExchange:
             raise PeerFailed(f"rank {self._store.get('failed').decode()} has failed, while the others waited for it")
 
         try:
-            self._store.set(f"waits/{self._rank}", name)
             if self._store.add(name, 1) == size:
                 self._store.set(f"{name}/all", "")
-            began, longest = time.monotonic(), min(size * _PAUSE_PER_RANK_S, _LONGEST_PAUSE_S)
+            longest = min(size * _PAUSE_PER_RANK_S, _LONGEST_PAUSE_S)
             shortest = min(size * _FIRST_PAUSE_PER_RANK_S, _LONGEST_FIRST_PAUSE_S)
-            while not poll(is_over, time.monotonic() + self._timeout, longest, shortest):
-                self._log_missing(name, ranks, time.monotonic() - began)
+            poll(is_over, math.inf, longest, shortest)
             if self._store.add(f"{name}/left", 1) < size and self._rank == 0:  # the store may end with it
                 until = time.monotonic() + self._meeting_timeout
                 poll(lambda: self._store.add(f"{name}/left", 0) == size, until, longest, shortest)
         except RuntimeError as error:
             raise PeerFailed("rank 0, which keeps the ranks' store, has ended") from error
-
-    def _log_missing(self, name: str, ranks: Sequence[int], seconds: float) -> None:
-        """Log the ranks that are not in a barrier yet, if this rank is the first of those that are."""
-        keys = {rank: f"waits/{rank}" for rank in ranks}
-        came = [
-            rank for rank, key in keys.items() if self._store.check([key]) and self._store.get(key).decode() == name
-        ]
-        missing = [rank for rank in ranks if rank not in came]
-        if came[0] == self._rank and missing and not self._store.check([f"{name}/all"]):
-            wait = "waits" if len(came) == 1 else "wait"
-            _log.warning("%s waited %.2g s for %s, and %s on", named_ranks(came), seconds, named_ranks(missing), wait)
 
     def _disconnect(self) -> None:
         """Close the connections to peers, if collectives shall fail thereby."""

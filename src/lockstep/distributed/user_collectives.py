@@ -122,16 +122,13 @@ def reduce(
 
 def _checked(metrics: Mapping[str, Any], weight: Any) -> Any:
     """Return values and weight as floats, or what is wrong with them: other ranks wait for an answer."""
-    values = {}
-    for name, value in metrics.items():
-        try:
-            values[name] = float(value)
-        except (TypeError, ValueError, RuntimeError):
-            return f"{name} is not one number: {type(value).__name__} {str(value)[:60]}"
+    name, values = "the weight", {}
     try:
         number = float(weight)
-    except (TypeError, ValueError, RuntimeError):
-        return f"the weight is not one number: {str(weight)[:60]}"
+        for name, value in metrics.items():
+            values[name] = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return f"{name} is not one number: {error}"
     if not (number >= 0 and math.isfinite(number)):
         return f"the weight is {number:g}; it must be a finite count"
     return values, number

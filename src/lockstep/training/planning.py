@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.terminal import echo
+from lockstep.core.errors import ConfigError
 from lockstep.distributed.memory import memory_if_started
 from lockstep.launch.devices import choose_ranks, count_accelerators, count_cores
 from lockstep.plan.stated_facts import NOT_READ, facts_of_config, sizes_of_config
@@ -77,30 +74,3 @@ def data_facts(config: Config, given: UserObjects) -> tuple[DataFacts, list[str]
     """Return the facts about the data that the config states, or else those of the data; and notes for the user."""
     facts = facts_of_config(config)
     return (open_sources(config, given)[0].facts, []) if facts is None else (facts, [NOT_READ])
-
-
-def deepspeed_config(loaded: LoadedConfig, *, trust_remote_code: bool) -> int:
-    """Print the DeepSpeed config of the same run without Lockstep; on stderr, what a config can't express."""
-    from lockstep.config.deepspeed import derived_of, plain_config
-    from lockstep.models.build import describe_model
-    from lockstep.plan.plan import make_plan
-    from lockstep.strategies.deepspeed import STRATEGY as DEEPSPEED
-
-    config, given = loaded.config, UserObjects(trust_remote_code=trust_remote_code)
-    refuse_given(loaded)
-    if config.parallel.strategy != DEEPSPEED.name:
-        why = f"{config.parallel.strategy}, so that DeepSpeed has no part in it; write {DEEPSPEED.name}"
-        raise ConfigError(Problem("", "parallel.strategy", why))
-    facts, _ = data_facts(config, given)
-    parameters = describe_model(config.model, facts, trust_remote_code=trust_remote_code)
-    plan, schedule = make_plan(config, choose_ranks(config.launch), facts, parameters), config.schedule
-    echo(json.dumps(plain_config(config, derived_of(plan)), indent=2))
-    notes = ["a script's usual loss is the mean of each micro-batch, Lockstep's the mean over all targets of an update"]
-    if len(plan.groups) > 1:
-        groups = f"{len(plan.groups)} groups of parameters (optim.decay, optim.rules)"
-        notes.append(f"the optimizer has {groups}: make them in the script")
-    if schedule.kind != "constant" or schedule.warmup_steps or schedule.warmup_ratio:
-        notes.append("DeepSpeed's schedules run two updates behind Lockstep's; a constant rate without warmup doesn't")
-    for note in notes:
-        echo(f"note: {note}", file=sys.stderr)
-    return 0
