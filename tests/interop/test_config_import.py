@@ -813,7 +813,7 @@ def test_import_config_uses_the_number_of_started_ranks(tmp_path: Path, monkeypa
 
 
 def test_an_invalid_value_is_reported_with_its_position(tmp_path: Path) -> None:
-    assert "foreign.json:1:19: learning_rate: optim.lr: 'fast' is not a number" in error_message(
+    assert "foreign.json: learning_rate: optim.lr: 'fast' is not a number" in error_message(
         tmp_path, {"learning_rate": "fast", "epochs": 1}
     )
 

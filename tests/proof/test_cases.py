@@ -43,8 +43,8 @@ def test_combinations_without_meaning_are_left_out_with_the_reason() -> None:
     plan = planned(["dp", "fsdp-hybrid"], [1, 2, 3])
     assert {(case.strategy, case.ranks) for case in plan.cases} == {("fsdp-hybrid", 2)}
     assert plan.left_out == (
-        "dp on 1, 2 and 3 ranks: dp is one process with two or more GPUs, 0 available",
-        "fsdp-hybrid on 1 and 3 ranks: two sharded replicas need an even number of ranks",
+        "dp on 1 rank, dp on 2 ranks, dp on 3 ranks: dp is one process with two or more GPUs, 0 available",
+        "fsdp-hybrid on 1 rank, fsdp-hybrid on 3 ranks: two sharded replicas need an even number of ranks",
     )
     with_gpus = planned(["dp"], [1, 2], gpus=2)
     assert {(case.strategy, case.ranks) for case in with_gpus.cases} == {("dp", 1)}

@@ -12,11 +12,11 @@ SampleIndex = Annotated[int, Field(ge=0, le=2**62 - 1)]
 
 
 class StdlibText(Section):
-    """Source text of the running Python's standard library, as bytes. Every 20th file is held out."""
+    """Source text of Python's standard library, as bytes."""
 
     kind: Literal["stdlib-text"]
     split: Literal["train", "held-out"] = "train"
-    """`train`: all files but every 20th; `held-out`: those."""
+    """`train`: 19 of 20 files; `held-out`: the rest."""
     length: Positive = 256
     """Bytes per sample."""
     samples: Positive | None = None
@@ -28,17 +28,17 @@ class StdlibFunctions(Section):
 
     kind: Literal["stdlib-functions"]
     split: Literal["train", "held-out"] = "train"
-    """`train`, or the functions that are held out for evaluation."""
+    """`train`, or the functions held out for evaluation."""
     length: Positive = 512
-    """Most bytes of a function; longer ones are truncated."""
+    """Bytes after which a function is truncated."""
 
 
 class Digits(Section):
-    """scikit-learn's 1,797 images of handwritten digits, 8 x 8 pixels. Every 5th is held out."""
+    """scikit-learn's 1,797 images of handwritten digits, 8 x 8 pixels."""
 
     kind: Literal["digits"]
     split: Literal["train", "held-out"] = "train"
-    """`train`: all images but every 5th; `held-out`: those."""
+    """`train`: 4 of 5 images; `held-out`: the rest."""
     shift: Annotated[int, Field(ge=0, le=3)] = 0
     """Augmentation: shift images at random by up to this many pixels."""
 
@@ -48,15 +48,15 @@ class Tokens(Section):
 
     kind: Literal["tokens"]
     folder: PlaceText
-    """Folder that `lockstep data prepare --output` has written, or the address of a copy of it in an object store, such
-    as `s3://bucket/books`."""
+    """Folder written by `lockstep data prepare --output`, or its copy in an object store, such as
+    `s3://bucket/books`."""
     split: str = "train"
     """Name of a split in `folder`."""
     length: Positive = 1024
     """Tokens per sample."""
     documents: Literal["joined", "whole"] = "joined"
-    """joined: samples are cut from one stream, wherever documents end; whole: documents are packed into samples, and
-    only one longer than a sample is cut."""
+    """joined: cut samples from one stream of all documents; whole: pack documents into samples, and cut only those that
+    are longer."""
 
 
 class HuggingFaceData(Section):
@@ -64,26 +64,26 @@ class HuggingFaceData(Section):
 
     kind: Literal["huggingface"]
     name: PathText
-    """Folder, file (.json, .jsonl, .csv, .parquet, .txt), or name on the hub."""
+    """Folder, file (.json, .jsonl, .csv, .parquet, .txt), or hub name."""
     configuration: str | None = None
-    """Configuration (subset) of a dataset that has several, such as `wikitext-2-raw-v1`."""
+    """Configuration (subset), such as `wikitext-2-raw-v1`."""
     split: str = "train"
     """Name of a split, with slices such as `train[:1000]`."""
     text: str = "text"
     """Column with the text."""
     text_pair: str | None = None
-    """Column with a second text, encoded after the first; null: there is none."""
+    """Column with a second text, encoded after the first."""
     label: str | None = None
-    """Column with the class (classification; floats for regression, a list of 0 and 1 for several classes), the target
-    text (seq2seq), or the completion of the prompt in `text` (language models), which alone is trained on."""
+    """Column with the class (a float for regression, a list of 0 and 1 for multi-label), the target text (seq2seq), or
+    the completion of the prompt in `text` (language models)."""
     train_on_prompt: bool = False
-    """Language models with `label`: also train on the prompt's tokens."""
+    """Language models with `label`: train on the prompt's tokens, too."""
     tokenizer: PathText | None = None
-    """Folder or hub name; null: that of the model."""
+    """Folder or hub name of the tokenizer; null: the model's."""
     max_length: Positive = 512
-    """Most tokens of a sample. A prompt that is too long with its completion loses its beginning."""
+    """Tokens after which a sample is truncated. A prompt that is too long with its completion loses its beginning."""
     packed: bool = False
-    """Language models: join documents and cut them into full samples, instead of padding."""
+    """Language models: join documents and cut full samples, instead of padding."""
     mask_probability: Fraction = 0.15
     """Masked language models: fraction of tokens to predict."""
 
@@ -105,7 +105,7 @@ class GivenData(Section):
 
     kind: Literal["given"]
     collate: Literal["given"] | None = None
-    """`given`: a collate function that is also passed in Python; null: torch's."""
+    """`given`: a collate function passed in Python; null: torch's."""
 
 
 DataSource = Annotated[
@@ -118,26 +118,26 @@ class Loader(Section):
     """Worker processes, prefetch and memory of the data loader."""
 
     workers: Annotated[int, Field(ge=0)] = 0
-    """Worker processes per rank; 0 reads samples in the rank itself, which is fastest for small ones."""
+    """Worker processes per rank; 0 reads in the rank itself, which is fastest for small samples."""
     prefetch: Positive = 2
-    """Micro-batches that each worker holds ready."""
+    """Micro-batches that each worker loads ahead."""
     persistent_workers: bool = True
-    """Keep workers from epoch to epoch."""
+    """Keep workers between epochs."""
     pin_memory: bool | Auto = "auto"
-    """Page-locked memory, for faster copies to a GPU; auto: on a GPU."""
+    """Use page-locked memory, for faster copies to a GPU; auto: on a GPU."""
 
 
 class BadSamples(Section):
-    """Training samples that can't be read, or not be put into a batch."""
+    """Training samples that can't be read, or not be collated."""
 
     policy: Literal["fail", "skip"] = "fail"
-    """fail: the first one ends the run, saved; skip: it is left out of its update. Positions, global batches, rates
-    and all other samples stay the same. One whose reading ends the process is named, and not left out."""
+    """fail: save and end the run at the first bad sample; skip: leave the sample out of its step, and change nothing
+    else."""
     limit: Positive = 10
-    """skip: the run ends with a list of them once there are more. A sample that every epoch leaves out counts once."""
+    """skip: end the run after more bad samples than this."""
     timeout: Annotated[float, Field(gt=0)] | None = 30.0
-    """skip: seconds after which reading a sample counts as endless, and ends; null: never. A dataset that reads several
-    at once (`__getitems__`) may take as long for a micro-batch."""
+    """skip: seconds after which reading a sample is given up; null: never. A dataset with `__getitems__` has this long
+    for a micro-batch."""
 
     @model_validator(mode="after")
     def _options_have_an_effect(self) -> BadSamples:
@@ -147,7 +147,6 @@ class BadSamples(Section):
 
     @property
     def skips(self) -> bool:
-        """True if they are left out."""
         return self.policy == "skip"
 
 
@@ -159,17 +158,17 @@ class Data(Section):
     """The data for training and evaluation."""
 
     train: DataSource
-    """Training data; `kind` selects which of these."""
+    """Training data."""
     evaluation: dict[str, DataSource] = {}
     """Evaluation sets by name."""
     shuffle: bool = True
-    """Shuffle each epoch, as a function of seed, epoch and position alone."""
+    """Shuffle each epoch, as a function of seed and epoch."""
     drop_last: bool = False
-    """Drop the last samples of an epoch that don't fill a global batch; false: the last update is smaller."""
+    """Drop the last samples of an epoch that don't fill a global batch; false: the last step is smaller."""
     bad_samples: BadSamples = BadSamples()
     leave_out: tuple[tuple[SampleIndex, SampleIndex], ...] = ()
-    """Samples of `train` that every epoch leaves out of their updates, as ranges [first, last] of indices:
-    `[[17, 17], [100, 163]]`. Positions, global batches, rates and all other samples stay the same."""
+    """Samples of `train` to leave out, as ranges [first, last] of indices: `[[17, 17], [100, 163]]`. Nothing else
+    changes."""
     loader: Loader = Loader()
 
     @field_validator("leave_out")

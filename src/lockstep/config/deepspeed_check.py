@@ -1,11 +1,7 @@
-"""Checks a user's DeepSpeed config: what Lockstep's config also states must agree, the rest is passed to DeepSpeed.
+"""Checks a user's DeepSpeed config: what Lockstep's config also sets must agree, the rest is passed to DeepSpeed.
 
-    ds.json     {"train_batch_size": "auto", "gradient_clipping": 0.5, "zero_optimization": {"stage": 3, ...}, ...}
-                        |                          |                            |
-                  filled in by `deepspeed`   compared with optim.clip_norm    passed on, or refused by name
-                                             and refused if it differs
-
-`deepspeed_keys` has the keys, with what happens to each.
+ds.json     {"train_batch_size": "auto", "gradient_clipping": 0.5, "zero_optimization": {"stage": 3, ...}, ...}
+              filled in                    must equal optim.clip_norm    passed on, or refused by name
 """
 
 from __future__ import annotations
@@ -46,12 +42,7 @@ _LEFT_OUT: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """Numbers that a plan knows.
-
-    Attributes:
-        steps: Number of updates in the whole run; None if unknown in advance.
-        trainable: Number of trainable elements.
-    """
+    """Numbers of a plan: steps of the whole run, if known, and trainable elements."""
 
     ranks: int
     micro_size: int
@@ -62,7 +53,7 @@ class Derived:
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """A key of the DeepSpeed config that isn't accepted, why, and the settings of Lockstep's with which it would be."""
+    """A key of the DeepSpeed config that isn't accepted, why, and Lockstep's settings that would accept it."""
 
     path: str
     why: str
@@ -70,15 +61,12 @@ class _Difference:
 
 
 def check_alone(config: Config) -> None:
-    """Check what depends neither on the number of ranks nor on the model. Raises ConfigError, as `check`."""
+    """Check what depends neither on the number of ranks nor on the model. Raises ConfigError."""
     check(config, Derived(ranks=1, micro_size=1, accumulation=1, steps=None, trainable=0), later=_OF_PLAN)
 
 
 def check(config: Config, derived: Derived, later: Sequence[str] = ()) -> None:
-    """Check the DeepSpeed config against Lockstep's.
-
-    Args:
-        later: Keys that are checked later.
+    """Check the DeepSpeed config against Lockstep's, except for the keys in `later`.
 
     Raises:
         ConfigError: Lists what contradicts, isn't accepted, or isn't a key of DeepSpeed's.
@@ -92,11 +80,7 @@ def check(config: Config, derived: Derived, later: Sequence[str] = ()) -> None:
 
 
 def left_to_deepspeed(config: Config, written: Collection[str]) -> dict[str, Any]:
-    """Return the values that the DeepSpeed config has for keys that the user hasn't set, by these keys.
-
-    Args:
-        written: The dotted keys that the user has set.
-    """
+    """Return the DeepSpeed config's values for Lockstep's keys that aren't in `written`."""
     derived = Derived(ranks=1, micro_size=1, accumulation=1, steps=10**9, trainable=0)  # any ratio of them is a warmup
     given = {key: value for key, value in read_deepspeed(config.parallel.deepspeed)[0].items() if key not in _BATCH}
     settings = [setting for each in _differences(config, derived, "", given) for setting in each.settings.items()]
@@ -128,7 +112,7 @@ def warmup_steps(schedule: Schedule, steps: int | None) -> int:
 
 
 def warmup_num_steps(schedule: Schedule, steps: int | None) -> int:
-    """Return DeepSpeed's number for this warmup: it counts from an update of rate 0."""
+    """Return DeepSpeed's number for this warmup: it counts from a step of rate 0."""
     return warmup_steps(schedule, steps) + (2 if schedule.warmup_type == "log" else 1)
 
 
@@ -194,7 +178,7 @@ def _in_section(config: Config, derived: Derived, key: str, value: Any) -> Itera
 
 
 def _in_defaults(config: Config, derived: Derived, scheduler: str, params: Mapping[str, Any]) -> Iterator[_Difference]:
-    """Yield DeepSpeed's defaults for the parameters that its scheduler leaves out, where they differ."""
+    """Yield DeepSpeed's defaults for parameters that its scheduler leaves out, where they differ."""
     for name in keys_of("scheduler.params", ["same"]):
         row = deepspeed_keys()[f"scheduler.params.{name}"]
         immaterial = name == "warmup_type" and not warmup_steps(config.schedule, derived.steps)
@@ -248,7 +232,7 @@ def _ours(config: Config, derived: Derived, row: DeepSpeedKey) -> Any:
 
 
 def _meant(config: Config, derived: Derived, row: DeepSpeedKey, value: Any, section: Mapping[str, Any]) -> Any:
-    """Return a value of the DeepSpeed config as Lockstep's key has it; Lockstep's own value, if both do the same."""
+    """Return a value of the DeepSpeed config as Lockstep's key has it."""
     ours, compute = _ours(config, derived, row), config.precision.compute
     match row.path:
         case "optimizer.type":  # DeepSpeed's Adam is AdamW unless `adam_w_mode` is false
@@ -298,7 +282,7 @@ def _text(value: Any) -> str:
 
 
 def is_number_of_elements(value: object) -> bool:
-    """Return whether it is a whole number of 0 or more, which JSON may write as 1e5."""
+    """Return whether it is a whole number of 0 or more, such as 1e5."""
     if isinstance(value, float):
         return value >= 0 and value.is_integer()
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

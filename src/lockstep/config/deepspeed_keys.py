@@ -3,13 +3,13 @@
     rule      in parallel.deepspeed.config              imported
     same      must equal `ours`                          sets `ours`
     pass      passed to DeepSpeed                        sets parallel.deepspeed.config.KEY
-    only      no other value than `value` is accepted    not needed; unsupported if another value and it `matters`
+    only      must be `value`                            not needed; unsupported if another value and it `matters`
     refuse    refused unless it is off                   not needed; unsupported if it is on and it `matters`
     other     done by Lockstep instead                   sets `ours`
+    ignore    ignored                                    not needed
     section   holds further keys
 
-A row may have several keys, and several sections, separated by spaces; `*` in `ours` stands for the key. Every key that
-DeepSpeed 0.19 reads has a row: a key without one is misspelled.
+A row may have several keys and sections, separated by spaces; `*` in `ours` stands for the key.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DeepSpeedKey:
 
 @cache
 def deepspeed_keys() -> dict[str, DeepSpeedKey]:
-    """Return the table by path, read when it is first needed."""
+    """Return the table by path."""
     keys = {}
     for line in Path(__file__).with_suffix(".md").read_text(encoding="utf-8").splitlines()[2:]:
         sections, names, rule, ours, value, matters, note = (cell.strip() for cell in line.strip("|").split("|"))

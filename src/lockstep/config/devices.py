@@ -1,9 +1,4 @@
-"""The words of `launch.device` and `launch.backend`: those that are known without torch, and those that torch knows.
-
-launch.device: cuda          listed here, also where this machine has none: `plan` works on a laptop
-launch.device: my_device     asked of torch, which loads the devices of installed plugins by itself
-launch.device: cudda         refused, with the nearest listed word
-"""
+"""The words of `launch.device` and `launch.backend`: listed ones, which `plan` accepts on a laptop, and torch's."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ BACKENDS = ("auto", "nccl", "gloo", "xccl", "hccl", "cncl", "mccl", "ucc")
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The words that messages, the reference page and completion list for a key that also takes others."""
+    """The listed words of a key that also takes others."""
 
     listed: tuple[str, ...]
 
@@ -36,7 +31,7 @@ def _checked(listed: Sequence[str], is_known: Callable[[str], bool]) -> AfterVal
 
 
 def _is_device(name: str) -> bool:
-    """Return whether torch knows a device of this type. Imports torch: a second, for a word that isn't listed."""
+    """Return whether torch knows a device of this type. Imports torch for a word that isn't listed."""
     torch: Any = importlib.import_module("torch")
     try:
         torch.get_device_module(name)

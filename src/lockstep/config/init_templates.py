@@ -1,9 +1,4 @@
-"""The first files that `lockstep init` writes, from those in `templates/`, and of this project's own folder for Docker.
-
-text         pretrain a language model on your own text      finetune     fine-tune a Hugging Face language model
-classifier   fine-tune a Hugging Face classifier             own          train a custom module on a custom Dataset
-docker       an image of a project, and two containers that train
-"""
+"""The first files that `lockstep init` writes, from `templates/` and this project's files for Docker."""
 
 from __future__ import annotations
 
@@ -25,10 +20,10 @@ class InitTemplate:
 
     Attributes:
         summary: What is trained.
-        template: Name of the config's file; `{model}` and `{data}` stand for what the user names. Empty: no config.
+        template: The config's file, with `{model}` and `{data}`; empty: no config.
         model, data: The defaults; None: the template has no such thing.
         prepare: Commands to run first.
-        further: Names of further files to write.
+        further: Further files to write.
     """
 
     summary: str
@@ -44,11 +39,7 @@ class InitTemplate:
         return {name: _file(name).read_text(encoding="utf-8") for name in self.further}
 
     def filled_config(self, model: str | None, data: str | None, text: str = "text", label: str = "label") -> str:
-        """Return the config with the user's names, or with the template's own.
-
-        Args:
-            text, label: Columns of the data.
-        """
+        """Return the config with the user's names and columns, or the template's own."""
         filled = (_TEMPLATES / self.template).read_text(encoding="utf-8")
         names = {"model": model or self.model, "data": data or self.data, "text": text, "label": label}
         for place, name in names.items():
@@ -61,7 +52,7 @@ class InitTemplate:
 
 
 def _file(name: str) -> Path:
-    """Return a template, or a file that a wheel has a copy of and a checkout in its root."""
+    """Return a template, or a file that a wheel copies and a checkout has in its root."""
     places = (_TEMPLATES / f"{name}.txt", _PACKAGE / "docker" / name, _PACKAGE.parents[1] / name)
     return next(place for place in places if place.exists())
 

@@ -5,9 +5,8 @@
     LOCKSTEP_OPTIM__LR=3e-3                                  │
     --optim.lr 1e-2, --optim.lr=1e-2, optim.lr=1e-2          ┘     --model.compile    true
 
-Mappings are merged; lists and single values are replaced. Where `kind` determines the keys (`model`, `data.train`), a
-later `kind` keeps the keys that both kinds have and leaves the others out, with a note. The same holds for keys that
-exclude each other: a later `run.epochs` replaces an earlier `run.steps`.
+Mappings are merged; lists and single values are replaced. A later `kind` leaves out the keys that it doesn't have, and
+a later `run.epochs` replaces an earlier `run.steps`, with a note.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def _tables(older: Table, newer: Table, at: ValueShape, path: tuple[str, ...], n
 
 
 def _change_kind(older: Table, newer: Table, at: ValueShape, path: tuple[str, ...], notes: list[str]) -> Table:
-    """Return the older layer without the keys that its kind has and the newer layer's doesn't; misspelled ones stay."""
+    """Return the older layer without keys that the newer layer's kind doesn't have; misspelled ones stay."""
     before, after = older.get("kind"), newer.get("kind")
     if not at.kinds or not isinstance(before, Leaf) or not isinstance(after, Leaf) or before.value == after.value:
         return older
@@ -89,13 +88,13 @@ def _has_value(table: Table, key: str) -> bool:
 
 
 def from_flags(overrides: Sequence[str | Override], beneath: Table) -> tuple[Table, list[Problem]]:
-    """Return one layer of all overrides, of which later ones win; `beneath` has the selected kinds."""
+    """Return one layer of all overrides; `beneath` has the selected kinds."""
     entries = [Override.parse(item) if isinstance(item, str) else item for item in overrides]
     return _layer([(item, tuple(item.key.split("."))) for item in entries], beneath)
 
 
 def from_environment(environ: Mapping[str, str], beneath: Table) -> tuple[Table, list[Problem]]:
-    """Return one layer of all variables `LOCKSTEP_SECTION__KEY`; those without `__` are not part of the config."""
+    """Return one layer of all variables `LOCKSTEP_SECTION__KEY`; others are not part of the config."""
     layer: list[tuple[Override, tuple[str, ...]]] = []
     problems: list[Problem] = []
     for variable, text in sorted(environ.items()):
@@ -153,10 +152,7 @@ def _put(tree: Table, path: tuple[str, ...], node: Node, where: str) -> Table:
 
 
 def _spelled(words: Sequence[str], beneath: Table) -> tuple[str, ...]:
-    """Return the key of a variable, which is upper case.
-
-    Free names keep their spelling, unless the files spell them otherwise (`HELD_OUT` is then `held-out`).
-    """
+    """Return the key of an upper-case variable; free names are spelled as in the files."""
     path: list[str] = []
     at, below = shape.root(), beneath
     for word in words:

@@ -1,12 +1,10 @@
 """Loads one checked config from files, environment and command line, with the origin of each value.
 
-    defaults of the schema          lowest
-    the DeepSpeed config that parallel.deepspeed.config names
-    files, left to right
-    LOCKSTEP_SECTION__KEY=value
-    --section.key value             highest
-
-Later layers win key by key: see `layers`. One ConfigError reports all problems at once.
+defaults of the schema          lowest
+the DeepSpeed config that parallel.deepspeed.config names
+files, left to right
+LOCKSTEP_SECTION__KEY=value
+--section.key value             highest
 """
 
 from __future__ import annotations
@@ -39,9 +37,8 @@ class LoadedConfig:
     """A config, with the origin of each value.
 
     Attributes:
-        config: The checked config.
         origins: By dotted key: file:line:column, a flag, an environment variable, `default`, or `Python`.
-        notes: What merging has left out, one sentence each.
+        notes: What merging has left out.
         runs: The files that are configs of runs.
     """
 
@@ -64,7 +61,7 @@ def load(
 
     Args:
         environ: None: the environment of this process.
-        of_runs: Files that were named by the folders of their runs; other files in a run's folder are recognized.
+        of_runs: Files that were named by their runs' folders.
 
     Raises:
         ConfigError: Lists every problem.
@@ -97,11 +94,7 @@ def _of_another_tool(file: Path, tree: Table) -> Problem | None:
 
 
 def validate(*layers: Config | Mapping[str, Any]) -> LoadedConfig:
-    """Return the config of values from Python: mappings like a file's, or Configs, merged left to right.
-
-    Raises:
-        ConfigError: Lists every problem.
-    """
+    """Return the config of mappings or Configs from Python, merged left to right. Raises ConfigError."""
     plain = [values.model_dump(exclude_unset=True) if isinstance(values, Config) else values for values in layers]
     trees = [cast("Table", from_python(values, "Python")) for values in plain]
     return _combine(trees, (), {}, [])
@@ -131,7 +124,7 @@ def _combine(
 
 
 def _with_other_config(tree: Table, config: Config) -> tuple[Table, Config]:
-    """Return both with the values of the config of another tool that the strategy names, under them."""
+    """Return both with the values of another tool's config, which the strategy names, under them."""
     strategy = next((each for each in strategies() if each.name == config.parallel.strategy and each.values), None)
     if strategy is None:
         return tree, config

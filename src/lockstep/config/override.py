@@ -1,4 +1,4 @@
-"""A value from the command line. In a file of its own, since parsing a command line needs no schema."""
+"""A value from the command line; parsing a command line needs no schema."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ class Override:
     """A value for one key, from a flag or from Python.
 
     Attributes:
-        key: Dotted key.
-        text: As typed; None if there was none, which is `true` for boolean keys.
+        text: As typed; None if there was none: `true` for boolean keys.
         where: Its name in messages; empty: the flag.
     """
 

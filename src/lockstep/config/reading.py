@@ -5,9 +5,8 @@
       betas: [...]          lr -> Leaf(0.0003, "3e-4")   run.yaml:2:7
                             betas -> Items(...)          run.yaml:3:10
 
-Plain scalars have the meaning of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): `3e-4` is a number, only
-`true` and `false` are booleans, `no` is text. Digits may also be grouped as in `1_000_000`. A leaf keeps its text, for
-keys whose value is text.
+Plain scalars have the meaning of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): `3e-4` is a number, `no` is
+text; and digits may be grouped as in `1_000_000`. A leaf keeps its text, for keys whose value is text.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class Leaf:
     """A scalar.
 
     Attributes:
-        value: Its value in YAML 1.2.
-        text: As written; None if it was quoted, or came from Python.
+        text: As written; None if it was quoted, or came from Python or JSON.
         where: file:line:column, a flag, an environment variable, or empty.
     """
 

@@ -1,7 +1,6 @@
 """Finds configs by name.
 
-stdlib-lm         ->  recipes/stdlib-lm.yaml, in a checkout
-                      lockstep/recipes/stdlib-lm.yaml, installed from a wheel, into which the build copies them
+stdlib-lm         ->  recipes/stdlib-lm.yaml, in a checkout or in the wheel
 tiny/llama2       ->  recipes/tiny/llama2.yaml: an incomplete config to merge over a recipe
 path/to/run.yaml  ->  itself
 """
@@ -25,12 +24,7 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A config file, of Lockstep or of the user.
-
-    Attributes:
-        name: Name of its runs.
-        of_run: It was named by the folder of its run.
-    """
+    """A config file, under the name of its runs; `of_run`: it was named by the folder of its run."""
 
     name: str
     path: Path
@@ -45,7 +39,7 @@ class Recipe:
 
 
 def recipes() -> list[Recipe]:
-    """Return the recipes of Lockstep; the default one first."""
+    """Return the recipes; the default one first."""
     bundled = [Recipe(path.stem, path) for path in _folder().glob("*.yaml")]
     return sorted(bundled, key=lambda recipe: (recipe.name != DEFAULT_RECIPE, recipe.name))
 
@@ -58,11 +52,7 @@ def overlays() -> list[Recipe]:
 
 
 def resolve_recipe(name_or_path: str) -> Recipe:
-    """Return the recipe or overlay of that name, the config file at that path, or that of the run there.
-
-    Raises:
-        ConfigError: There is none; names the closest one, or all.
-    """
+    """Return the recipe or overlay of that name, or the config file or run at that path. Raises ConfigError."""
     path = local_path(name_or_path)
     foreign = peer_checkpoint(path)
     if path.suffix in _SUFFIXES or (path.is_file() and foreign is None):
@@ -82,7 +72,7 @@ def resolve_recipe(name_or_path: str) -> Recipe:
 
 
 def resolve_all(names_or_paths: Sequence[str]) -> list[Recipe]:
-    """Return the recipe, after which a run is named, and the files to merge over it."""
+    """Return the recipe, which names the run, and the files to merge over it."""
     return [resolve_recipe(name) for name in names_or_paths or (DEFAULT_RECIPE,)]
 
 

@@ -1,7 +1,7 @@
 """Generates the JSON Schema from the config's schema.
 
-Descriptions are the docstrings below the attributes. They are parsed from the source here, and not at import
-(pydantic's `use_attribute_docstrings`), where they would cost every command 30 ms.
+Descriptions are the docstrings below the attributes, parsed here from the source: pydantic's `use_attribute_docstrings`
+would cost every command 30 ms.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def description(section: type[BaseModel], key: str) -> str:
 
 
 def _implied(section: type[BaseModel], key: str) -> str:
-    """Return an editor's text for a key without a docstring: the docstring of its section, or of the selected kind."""
+    """Return the docstring of the section or kind, for a key without one of its own."""
     if key == "kind":
         first = " ".join((inspect.getdoc(section) or "").split()).split(". ")[0].rstrip(".")
         return f"Selects this kind: {first}."

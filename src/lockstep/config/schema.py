@@ -1,18 +1,7 @@
 """The config's schema, from which the JSON Schema, the reference page and every check are derived.
 
-    Config
-    ├── model         the module to train             ├── launch       how its processes start
-    ├── objective     the loss                        ├── evaluation   when it is evaluated
-    ├── data          training and evaluation sets    ├── checkpoint   what is saved, and when
-    ├── batch         samples per update              ├── monitor      what is displayed and logged
-    ├── optim         optimizer                       ├── monitors     extensions
-    ├── schedule      learning rate                   ├── transforms   extensions
-    ├── precision     of the arithmetic               ├── run          length, seed, folder
-    ├── parallel      strategy, degrees               └── profile      which updates are traced
-    └── memory        activation checkpointing, offloading
-
-Frozen, complete, and nothing derived: what follows from it (accumulation, steps, ranks) is in `plan`. This module also
-exports the sections, most of which are in files of their own.
+Frozen, complete, and nothing derived: what follows from it (accumulation, steps, ranks) is in `plan`. This module
+exports all sections.
 """
 
 from __future__ import annotations
@@ -71,18 +60,16 @@ class ModelSection(Section):
     """The keys of every kind of model."""
 
     freeze: tuple[str, ...] = ()
-    """Patterns (`embedding.*`) of parameter names that are not trained: no gradient, no optimizer state."""
+    """Patterns (`embedding.*`) of parameters to freeze: no gradient, no optimizer state."""
     compile: bool = False
     """Compile the model with torch.compile."""
     inputs: dict[str, str | None] = {}
-    """The data's names of inputs, and the names of the arguments of the model's `forward`, such as
-    `{tokens: input_ids}`; null: the input is left out."""
+    """Renames inputs of the data to arguments of `forward`, such as `{tokens: input_ids}`; null drops an input."""
     init_from: PathText | None = None
-    """Weights to start from, by name: an HF folder, a run's folder, .safetensors, or a torch file of tensors; null:
-    random ones."""
+    """Initial weights: an HF folder, a run's folder, .safetensors or a torch file; null: random."""
     init_partial: bool = False
-    """Initialize at random what `init_from` lacks, or has in another shape; false: refuse. Also for `pretrained`, where
-    a new head needs no key."""
+    """Initialize weights at random that are missing or have another shape; false: refuse. Not needed for a new head on
+    `pretrained`."""
 
     @model_validator(mode="after")
     def _partial_needs_init_from(self) -> ModelSection:
@@ -98,21 +85,21 @@ class TransformerModel(ModelSection):
     layers: Positive = 4
     """Number of transformer blocks."""
     width: Positive = 128
-    """Hidden size; an even multiple of `heads`."""
+    """Hidden size, an even multiple of `heads`."""
     heads: Positive = 4
-    """Attention heads per block, each of size `width` / `heads`."""
+    """Attention heads per block."""
     kv_heads: Positive | None = None
     """Key-value heads, a divisor of `heads`; null: as many as `heads`."""
     mlp_width: Positive | None = None
-    """Inner width of the SwiGLU; null: 8/3 of `width`, rounded up to a multiple of 32."""
+    """Inner size of the SwiGLU; null: 8/3 of `width`, rounded up to a multiple of 32."""
     vocabulary: Positive | None = None
-    """Number of token ids; null: that of the data."""
+    """Number of token ids; null: from the data."""
     tie_embeddings: bool = True
-    """Input embedding and output head share one weight."""
+    """Share the weight of input embedding and output head."""
     dropout: Fraction = 0.0
-    """Dropout probability in training, after embedding, attention and MLP; 0: none."""
+    """Dropout after embedding, attention and MLP."""
     rope_base: Annotated[float, Field(gt=0)] = 10000.0
-    """Base of the rotary position embedding's wavelengths (theta); larger for longer texts."""
+    """Base of the rotary position embedding (theta); larger for longer sequences."""
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> TransformerModel:
@@ -134,15 +121,15 @@ class TextClassifierModel(ModelSection):
     layers: Positive = 2
     """Number of convolutional blocks."""
     width: Positive = 128
-    """Channels of each convolution, and size of an embedding."""
+    """Channels of each convolution, and embedding size."""
     kernel: Positive = 5
-    """Kernel size of each convolution, in positions."""
+    """Kernel size of each convolution."""
     vocabulary: Positive | None = None
-    """Number of token ids; null: that of the data."""
+    """Number of token ids; null: from the data."""
     classes: Positive | None = None
-    """Number of classes; null: that of the data."""
+    """Number of classes; null: from the data."""
     dropout: Fraction = 0.1
-    """Dropout probability of the head's inputs in training; 0: none."""
+    """Dropout before the head."""
 
 
 class ImageClassifierModel(ModelSection):
@@ -154,9 +141,9 @@ class ImageClassifierModel(ModelSection):
     width: Positive = 32
     """Channels of every block."""
     classes: Positive | None = None
-    """Number of classes; null: that of the data."""
+    """Number of classes; null: from the data."""
     dropout: Fraction = 0.0
-    """Dropout probability of the head's inputs in training; 0: none."""
+    """Dropout before the head."""
 
 
 class HuggingFaceModel(ModelSection):
@@ -167,13 +154,13 @@ class HuggingFaceModel(ModelSection):
         "causal-lm", "masked-lm", "sequence-classification", "seq2seq", "token-classification", "multiple-choice",
         "question-answering", "image-classification", "audio-classification", "speech-seq2seq", "ctc",
     ]  # fmt: skip
-    """Task of the model's head, under its name in the transformers library; it determines the meaning of labels."""
+    """Task of the head, as transformers names it; it determines what labels mean."""
     pretrained: PathText | None = None
-    """Folder or hub name whose weights to start from."""
+    """Folder or hub name of pretrained weights."""
     architecture: dict[str, Any] | None = None
-    """Keys of a transformers config (with `model_type`), for random weights; with `pretrained`, overrides."""
+    """Keys of a transformers config, with `model_type`, for random weights; with `pretrained`, overrides."""
     classes: Positive | None = None
-    """Number of classes; null: that of the data."""
+    """Number of classes; null: from the data."""
 
     @model_validator(mode="after")
     def _has_origin(self) -> HuggingFaceModel:
@@ -217,18 +204,18 @@ class Parallel(Section):
     model_config = ConfigDict(extra="allow", json_schema_extra=_only_known_keys)  # options of users' strategies
 
     strategy: StrategyName = "auto"
-    """auto: single on one rank; on more ddp if the training state fits in a rank's memory, otherwise fsdp. Also valid:
-    a strategy that is registered, or `module:Name` of one."""
+    """auto: single on one rank; on more, ddp if the training state fits in memory, otherwise fsdp. Also a registered
+    strategy, or `module:Name`."""
     data: Positive | Auto = "auto"
     """Replicas of the training state; auto: what `shard` leaves of the ranks."""
     shard: Positive | Auto = "auto"
-    """Shards of each replica; auto: all ranks, or with HYBRID_SHARD those of one machine."""
+    """Shards of each replica; auto: all ranks, or with HYBRID_SHARD the ranks of one host."""
     pipeline: Positive | Auto = 1
-    """Pipeline stages' ranks: the layers of each replica are distributed over them; auto: what the others leave."""
+    """Ranks that share each replica's layers, as pipeline stages; auto: what the other degrees leave."""
     context: Positive | Auto = 1
-    """Ranks that share each sequence, by ring attention; auto: what the others leave."""
+    """Ranks that share each sequence, by ring attention; auto: what the other degrees leave."""
     tensor: Positive | Auto = 1
-    """Consecutive ranks that share each matrix; auto: what the others leave."""
+    """Consecutive ranks that share each matrix; auto: what the other degrees leave."""
     pipeline_parallel: PipelineParallel = PipelineParallel()
     tensor_parallel: TensorParallelOptions = TensorParallelOptions()
     ddp: DDP = DDP()
@@ -246,48 +233,45 @@ class Launch(Section):
     """Start of the run's processes, and how they connect."""
 
     ranks: Positive | Auto = "auto"
-    """Processes on this machine; auto: one per accelerator that this process sees, or one without any."""
+    """Processes on this host; auto: one per visible accelerator, or 1."""
     device: DeviceName = "auto"
-    """auto: the accelerator that torch finds, otherwise the CPU. Also valid: the device of any plugin that torch has
-    loaded."""
+    """auto: the accelerator that torch finds, otherwise the CPU. Also any device of a torch plugin."""
     backend: BackendName = "auto"
-    """auto: the one of the device, such as nccl on NVIDIA GPUs and gloo on the CPU. Also valid: any that is registered
-    with `torch.distributed`."""
+    """auto: the device's default, such as nccl or gloo. Also any backend registered with `torch.distributed`."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that a collective may take before the run fails. Ranks wait for data and disks without a limit."""
+    """Seconds before a collective fails. Waiting for data and disks has no limit."""
     grace: Annotated[float, Field(gt=0)] | None = None
-    """Seconds that a scheduler leaves between its signal and the end of all processes. Ranks that haven't saved and
-    stopped after four fifths of it, because an update or a save takes longer, are ended, and their newest snapshot in
-    memory is saved."""
+    """Seconds between a scheduler's signal and its kill. Ranks that are still busy after 80 % of it are ended, and
+    their newest in-memory snapshot is saved."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the rendezvous store; 0: any free one."""
+    """Port of the rendezvous store; 0: any free port."""
     environment: dict[str, str] = {}
     """Environment variables for every rank."""
     nodes: Annotated[Positive | str, AfterValidator(checked_nodes)] = 1
-    """Hosts of `lockstep train`, each with the same command; MIN:MAX, such as `2:4`: also while some are missing."""
+    """Number of hosts, each with the same command; MIN:MAX, such as `2:4`, also runs while some are missing."""
     nodes_wait: Annotated[float, Field(ge=0)] = 30.0
-    """MIN:MAX `nodes`: seconds after which a run starts without all of them."""
+    """With MIN:MAX `nodes`: seconds to wait for all hosts before starting without some."""
     rendezvous: Annotated[str, AfterValidator(checked_address)] | None = None
-    """HOST:PORT at which the hosts meet, an address of node 0; for several `nodes`."""
+    """HOST:PORT of node 0, where several `nodes` meet."""
     node_rank: Annotated[int, Field(ge=0)] | None = None
-    """Rank of this host among the hosts; null: node 0 is the host of `rendezvous`, the others follow as they come."""
+    """Rank of this host; null: node 0 is the host of `rendezvous`, the others are numbered as they join."""
     job_id: str | None = None
-    """Id that all hosts of one job have, and no other job. It also names the run's folder: runs/RECIPE-ID."""
+    """Id shared by all hosts of one job. It also names the run's folder: runs/RECIPE-ID."""
     interface: str | None = None
-    """Network interface for gloo and NCCL; null: loopback on one host, on several the one that reaches `rendezvous`."""
+    """Network interface for gloo and NCCL; null: loopback on one host, otherwise the one that reaches `rendezvous`."""
 
 
 class Evaluation(Section):
-    """Evaluation of the model on every set of `data.evaluation`."""
+    """Evaluation on every set of `data.evaluation`."""
 
     every: Every | None = None
-    """Null: only at the end."""
+    """Interval of evaluations; null: only at the end."""
     micro_size: Positive | Auto = "auto"
     """Samples per forward of a rank; auto: as in training."""
     at_end: bool = True
-    """Evaluate once more when the run is done."""
+    """Evaluate at the end of the run."""
     prompt: str | None = None
-    """Language models: generate a continuation of this text at the end, and show it."""
+    """Language models: continue this text at the end, and print the result."""
 
 
 class Extension(Section):
@@ -297,33 +281,32 @@ class Extension(Section):
     """`package.module:Name`, `path/to/file.py:Name`, or a name that a package registers; `given`: an object passed in
     Python."""
     arguments: dict[str, Any] = {}
-    """Keyword arguments to call it with, if it is a class or function."""
+    """Keyword arguments, if it is a class or function."""
 
 
 class Checkpoint(Section):
-    """Checkpoints: when the run's state is saved, and which checkpoints are kept."""
+    """When checkpoints are saved, and which are kept."""
 
     every: Every | None = Every(15, "minutes")
-    """Null: only when the run is stopped or done."""
+    """Interval of checkpoints; null: only when the run stops or ends."""
     folder: PlaceText | None = None
-    """Folder that all ranks can see, or the address of an object store, such as `s3://bucket/digits`; null:
-    `checkpoints` in the run's folder."""
+    """Folder that all ranks can see, or an object store such as `s3://bucket/digits`; null: `checkpoints` in the run's
+    folder."""
     retry_seconds: Annotated[float, Field(ge=0)] = 60.0
-    """Seconds for which a save or a load is repeated while its file system or bucket doesn't answer, before it
-    fails. A full disk isn't waited for."""
+    """Seconds to retry a save or load when the file system or bucket doesn't answer. A full disk fails at once."""
     storage: Extension | None = None
-    """Object store that holds the checkpoints instead of a folder (`lockstep.extend.ObjectStore`)."""
+    """Object store to use instead of a folder (`lockstep.extend.ObjectStore`)."""
     keep_last: Positive = 3
     """Number of newest checkpoints to keep."""
     keep_every: Every | None = None
-    """Also keep the first checkpoint of each such interval."""
+    """Also keep the first checkpoint of each interval."""
     best: str | None = None
-    """Also keep the checkpoint with the best metric of an evaluation set, such as `held-out.loss`; it is saved right
-    after the evaluation."""
+    """Also keep the checkpoint with the best evaluation metric, such as `held-out.loss`. It is saved after the
+    evaluation."""
     best_is: Literal["auto", "lowest", "highest"] = "auto"
-    """auto: by the metric's name, such as lowest for a loss and highest for an accuracy or F1."""
+    """auto: lowest for a loss or error, highest for an accuracy or score, by the metric's name."""
     asynchronous: bool = True
-    """Save while training continues; false: training waits until the checkpoint exists."""
+    """Save while training continues; false: wait for each save."""
 
     @model_validator(mode="after")
     def _options_fit_together(self) -> Checkpoint:
@@ -342,11 +325,11 @@ class EarlyStoppingConfig(Section):
     metric: str
     """Metric of an evaluation set, such as `held-out.loss`."""
     patience: Positive = 3
-    """Evaluations in a row without an improvement after which the run ends."""
+    """Evaluations in a row without an improvement before the run ends."""
     min_delta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Least change that is an improvement."""
+    """Smallest change that counts as an improvement."""
     mode: Literal["auto", "min", "max"] = "auto"
-    """auto: by the metric's name, such as min for a loss and max for an accuracy or F1."""
+    """auto: min for a loss or error, max for an accuracy or score, by the metric's name."""
 
     @model_validator(mode="after")
     def _names_a_set(self) -> EarlyStoppingConfig:
@@ -356,55 +339,55 @@ class EarlyStoppingConfig(Section):
 
 
 class PrometheusConfig(Section):
-    """Endpoint that Prometheus reads, on the first rank's host."""
+    """Endpoint for Prometheus, on rank 0's host."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 9470
-    """Port of `/metrics`; 0: any free one. If another program has it, a warning names it and the run continues."""
+    """Port of `/metrics`; 0: any free port. If it is taken, the run continues with a warning."""
     address: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0: all interfaces. Any host that reaches it can read the metrics."""
+    """Address to listen on; with 0.0.0.0 any host can read the metrics."""
 
 
 class MonitorConfig(Section):
     """Display and logs of a run."""
 
     every: Positive = 10
-    """Steps between the lines of metrics.jsonl."""
+    """Steps between lines of metrics.jsonl."""
     tensorboard: bool = True
-    """Write event files for TensorBoard into the run's folder."""
+    """Write TensorBoard event files."""
     trackers: tuple[Extension, ...] = ()
-    """Trackers that record the run elsewhere: `wandb`, `mlflow`, `trackio`, or your own (`lockstep.extend.Tracker`)."""
+    """Experiment trackers: `wandb`, `mlflow`, `trackio`, or your own (`lockstep.extend.Tracker`)."""
     progress: Literal["auto", "live", "plain", "none"] = "auto"
-    """auto: a live display on a terminal, otherwise, and in CI, plain lines; with times in a batch job's log."""
+    """auto: live display on a terminal, otherwise and in CI plain lines."""
     meter_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
-    """Seconds between the lines of ranks.jsonl (each rank's times, memory, GPU and host); 0: they aren't measured."""
+    """Seconds between lines of ranks.jsonl (times, memory, GPU and host of each rank); 0: off."""
     early_stopping: EarlyStoppingConfig | None = None
-    """Null: the run has the length that `run` gives it."""
+    """Stop when evaluations no longer improve; null: never."""
     prometheus: PrometheusConfig | None = None
-    """Null: no endpoint. Needs the extra `prometheus`."""
+    """Endpoint for Prometheus; null: none. Needs the extra `prometheus`."""
 
 
 class Run(Section):
-    """Length, seed and folder of the run. One of steps, samples, tokens and epochs is required."""
+    """Length, seed and folder of the run. Set one of steps, samples, tokens and epochs."""
 
     steps: Positive | None = None
-    """Length as a number of updates, discarded ones included."""
+    """Length in steps, discarded ones included."""
     samples: Positive | None = None
-    """Length as a number of samples, over all ranks."""
+    """Length in samples, over all ranks."""
     tokens: Positive | None = None
-    """Length as a number of tokens, over all ranks; padding doesn't count."""
+    """Length in tokens, over all ranks, without padding."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Length as passes over the training data; may be a fraction."""
+    """Length in passes over the training data; may be a fraction."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 42
-    """Seed of initial weights, order of samples, dropout and augmentation. The same seed gives the same run."""
+    """Seed of initial weights, sample order, dropout and augmentation."""
     folder: RunPlaceText | None = None
-    """Folder that the run writes to, on a disk; null: runs/RECIPE-DATE-TIME."""
+    """Folder of the run; null: runs/RECIPE-DATE-TIME."""
     end_with: Literal["last", "best"] = "last"
-    """Weights of the finished run; best: those of `checkpoint.best`."""
+    """Final weights: those of the last step, or of `checkpoint.best`."""
     allow_untested: bool = False
     """Allow combinations that were never tested (docs/strategies.md)."""
     determinism: Literal["default", "deterministic", "invariant"] = "default"
-    """deterministic: torch's deterministic algorithms, so that runs on the same machine are bitwise identical.
-    invariant: also on any number of data ranks, dropout included; for `single` and `ddp` with a `batch.micro_size`."""
+    """deterministic: bitwise identical on the same machine. invariant: also on any number of data ranks; for `single`
+    and `ddp` with a `batch.micro_size`."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Run:
@@ -425,7 +408,7 @@ class Config(Section):
     description: str = ""
     """One line for `lockstep recipes`."""
     model: Model
-    """The model; `kind` selects which of these."""
+    """The model."""
     objective: ObjectiveConfig = ObjectiveConfig()
     data: Data
     batch: BatchConfig = BatchConfig()
@@ -441,9 +424,9 @@ class Config(Section):
     monitor: MonitorConfig = MonitorConfig()
     profile: ProfileConfig = ProfileConfig()
     monitors: tuple[Extension, ...] = ()
-    """Further monitors, which receive each report on the first rank (`lockstep.extend.Monitor`)."""
+    """Further monitors, which receive each report on rank 0 (`lockstep.extend.Monitor`)."""
     transforms: tuple[Extension, ...] = ()
-    """Transforms of the model, applied before it is sharded (`lockstep.extend.Transform`)."""
+    """Transforms of the model, applied before sharding (`lockstep.extend.Transform`)."""
     run: Run
 
     @model_validator(mode="after")
@@ -502,7 +485,7 @@ class Config(Section):
 
 
 def refusal_in_backward(config: Config) -> str | None:
-    """Return why the config can't update in the backward; None if it can, or doesn't."""
+    """Return why the config can't update in the backward, if it can't."""
     if not config.optim.in_backward:
         return None
     if config.precision.compute == "fp16":

@@ -1,4 +1,4 @@
-"""The values that a key may have, derived once from the schema: to convert values, for messages and the reference page.
+"""The values that a key may have, derived from the schema: to convert values, for messages and the reference page.
 
 micro_size: Positive | Literal["auto"]   -->   ValueShape(whole=Range(gt=0), choices=("auto",))
 train: Annotated[A | B, discriminator]   -->   ValueShape(kinds={"stdlib-text": A, "digits": B})
@@ -43,11 +43,9 @@ class ValueShape:
         interval: An interval such as `100 steps` is valid.
         choices: Valid words.
         whole, real: Bounds of a whole number, of any number.
-        section: A section is valid.
-        kinds: The section that `kind` names is valid.
+        section, kinds: A section is valid, or the one that `kind` names.
         values: A mapping of free names to this is valid.
-        items: A list of this is valid.
-        length: Length of that list, if it is fixed.
+        items, length: A list of this is valid, of this length if it is fixed.
     """
 
     nullable: bool = False

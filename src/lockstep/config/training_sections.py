@@ -1,4 +1,4 @@
-"""Sections about the update: objective, batch, optimizer, schedule, precision, memory, profile, recovery."""
+"""Sections about the step: objective, batch, optimizer, schedule, precision, memory, profile, recovery."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from lockstep.strategies.section import Auto, Fraction, PathText, Positive, Sect
 
 
 class BadNumbers(Section):
-    """Updates whose loss or gradient norm is not finite, or far above those before: a spike."""
+    """Steps whose loss or gradient norm is not finite, or far above those before: a spike."""
 
     nonfinite: Literal["skip", "rollback", "stop"] = "skip"
-    """skip: an update with a NaN or an infinity is discarded; rollback: it is discarded, and the run goes back by
-    `rollback_steps`; stop: it is discarded, and ends the run. An overflow of fp16 under a loss scale is always
-    skipped."""
+    """What to do with a NaN or infinity. skip: discard the step; rollback: also go back by `rollback_steps`; stop: also
+    end the run. An fp16 overflow under a loss scale is always skipped."""
     spike: Literal["ignore", "warn", "skip", "rollback", "stop"] = "warn"
-    """warn: an update with a spike is kept and reported; skip: it is discarded; rollback: it is discarded, and the run
-    goes back by `rollback_steps`; stop: it is discarded, and ends the run."""
+    """What to do with a spike. warn: keep the step and report it; skip: discard it; rollback: also go back by
+    `rollback_steps`; stop: also end the run."""
     window: Annotated[int, Field(ge=8)] = 128
-    """Number of kept updates from which the median and the deviation are computed; the first ones have no spikes."""
+    """Kept steps from which median and deviation are computed; there are no spikes before."""
     threshold: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 20.0
-    """A spike is more than this many deviations above the median. A deviation is 1.4826 x the median absolute
-    deviation, and at least 1 % of the median."""
+    """Deviations above the median that make a spike. A deviation is 1.4826 x the median absolute deviation, and at
+    least 1 % of the median."""
     rollback_steps: Positive = 10
-    """rollback: number of updates, up to and with the bad one, whose samples are left out. The run goes back to the
-    newest checkpoint or snapshot before them, or to the oldest one there is."""
+    """rollback: steps, up to the bad one, whose samples are left out. The run resumes from the newest checkpoint or
+    snapshot before them."""
 
     @model_validator(mode="after")
     def _options_have_an_effect(self) -> BadNumbers:
@@ -47,17 +46,17 @@ class BadNumbers(Section):
 
 
 class BatchConfig(Section):
-    """The number of samples in an update. Ranks and accumulation don't change it."""
+    """The number of samples in a step. Ranks and accumulation don't change it."""
 
     global_size: Positive = 32
-    """Samples per update, over all ranks."""
+    """Samples per step, over all ranks."""
     micro_size: Positive | Auto = "auto"
-    """Samples per forward and backward of a rank, at most; auto: the rank's whole share, or the largest part of it that
-    fits. Memory that runs out halves it."""
+    """Samples per forward and backward of a rank, at most; auto: the largest that fits. It is halved when memory runs
+    out."""
 
 
 def _settle_target(section: ObjectiveConfig | Optim, selector: str) -> None:
-    """Let `target` select `custom` where nothing else is selected. Raise ValueError if they contradict each other."""
+    """Let `target` select `custom`. Raise ValueError if they contradict each other."""
     if section.target is not None and selector not in section.model_fields_set:
         object.__setattr__(section, selector, "custom")  # the section is frozen, and not yet anyone's
     selected = getattr(section, selector)
@@ -70,7 +69,7 @@ def _settle_target(section: ObjectiveConfig | Optim, selector: str) -> None:
 
 
 def _refuse_unused(section: ObjectiveConfig | Optim, selector: str, keys: Iterable[str], remedy: str) -> None:
-    """Raise ValueError if the section selects the user's code, and sets keys of Lockstep's alone."""
+    """Raise ValueError if the section selects user code, and sets keys that don't apply to it."""
     selected = getattr(section, selector)
     if selected in ("custom", "given") and (
         unused := [key for key in keys if getattr(section, key) != type(section).model_fields[key].default]
@@ -82,12 +81,12 @@ class ObjectiveConfig(Section):
     """The objective of the training."""
 
     kind: Literal["auto", "next-token", "masked-lm", "classification", "seq2seq", "custom", "given"] = "auto"
-    """`auto`: that of the model; `given`: an object passed in Python."""
+    """`auto`: the model's; `given`: an object passed in Python."""
     label_smoothing: Fraction = 0.0
-    """Fraction of a target's probability that is spread evenly over all classes or tokens; 0: none."""
+    """Fraction of a target's probability that is spread over all classes or tokens."""
     target: PathText | None = None
-    """Code of `custom`: `package.module:Name`, `path/to/file.py:Name` or the registered name of a class with `count`
-    and `loss_sum`; or a loss of torch, such as `CrossEntropyLoss`."""
+    """`package.module:Name`, `path/to/file.py:Name` or registered name of a class with `count` and `loss_sum`, or of a
+    torch loss such as `CrossEntropyLoss`."""
     arguments: dict[str, Any] = {}
     """Keyword arguments for `target`."""
 
@@ -99,14 +98,14 @@ class ObjectiveConfig(Section):
 
 
 class ParameterRule(Section):
-    """Settings for the parameters that match; the first rule that matches a parameter wins."""
+    """Settings for the parameters that match."""
 
     match: tuple[str, ...]
     """Patterns of parameter names, such as `*.bias` or `head.*`."""
     lr_scale: Annotated[float, Field(ge=0)] = 1.0
-    """Factor on the learning rate of these parameters; 0: they keep their values."""
+    """Factor on the learning rate; 0 keeps the parameters as they are."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Null: that of all parameters."""
+    """Weight decay; null: `optim.weight_decay`."""
 
 
 _OPTIONS = ("betas", "eps", "momentum", "nesterov")
@@ -118,35 +117,34 @@ class Optim(Section):
     """The optimizer and its settings."""
 
     name: Literal["adamw", "adam", "sgd", "muon", "adafactor", "lion", "custom", "given"] = "adamw"
-    """The optimizer. `muon` updates matrices, and all other parameters by AdamW; `custom`: that of `target`, which
-    implies it; `given`: one passed in Python."""
+    """The optimizer. `muon` updates matrices, and other parameters by AdamW; `custom`: `target`; `given`: passed in
+    Python."""
     target: PathText | None = None
-    """Code of `custom`: `package.module:Name`, `path/to/file.py:Name` or the registered name of a torch optimizer,
-    which is called with parameter groups."""
+    """`package.module:Name`, `path/to/file.py:Name` or registered name of a torch optimizer, which is called with
+    parameter groups."""
     arguments: dict[str, Any] = {}
     """Keyword arguments for `target`."""
     lr: Annotated[float, Field(ge=0)] = 1e-3
-    """Peak learning rate; the schedule scales it."""
+    """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """Decay rates of the moments' running means: for adam, adamw and lion, and for muon's AdamW."""
+    """Decay rates of the moments, for adam, adamw, lion, and muon's AdamW."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the denominator: for adam and adamw, and for muon's AdamW."""
+    """Added to the denominator, for adam, adamw, and muon's AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Weight decay of the parameters that `decay` selects; decoupled, but with adam and sgd part of the gradient."""
+    """Weight decay, decoupled; with adam and sgd part of the gradient."""
     momentum: Fraction = 0.9
     """Momentum of sgd and muon."""
     nesterov: bool = False
-    """Nesterov's momentum, for sgd; muon always uses it."""
+    """Nesterov momentum for sgd; muon always uses it."""
     decay: Literal["matrices", "all"] = "matrices"
-    """Parameters with weight decay: those of two or more dims (no biases, no norms), or all."""
+    """Parameters with weight decay: those with two or more dims, or all."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Scale the gradient down to this global 2-norm; null: never."""
+    """Clip the gradient to this global norm; null: never."""
     rules: tuple[ParameterRule, ...] = ()
-    """Other settings for some parameters; the first rule that matches a parameter wins."""
+    """Other settings for some parameters; the first match wins."""
     in_backward: bool = False
-    """Update each parameter as soon as the backward has its gradient, and free the gradient to save memory. For
-    `single`, without clipping, fp16 and accumulation. No update can be discarded: a gradient that isn't finite ends the
-    run."""
+    """Apply each gradient in the backward, and free it. For `single`, without clipping, fp16 and accumulation; a
+    gradient that isn't finite ends the run."""
 
     @model_validator(mode="after")
     def _options_fit_the_optimizer(self) -> Optim:
@@ -168,18 +166,17 @@ class Schedule(Section):
     """Learning rate as a function of progress: warmup, then the kind's curve down to `final_ratio` of the peak."""
 
     kind: Literal["constant", "linear", "cosine", "warmup-stable-decay", "given"] = "cosine"
-    """Curve of the learning rate after the warmup; `constant` stays at the peak; `given`: a function passed in Python,
-    which replaces the whole schedule."""
+    """Learning rate after the warmup; `given`: a function passed in Python, which replaces the whole schedule."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
-    """Updates over which the rate rises to its peak; null: by `warmup_ratio`, or none."""
+    """Steps of warmup; null: see `warmup_ratio`."""
     warmup_ratio: Fraction | None = None
-    """Fraction of the run's steps; instead of `warmup_steps`."""
+    """Warmup as a fraction of the run, instead of `warmup_steps`."""
     warmup_type: Literal["linear", "log"] = "linear"
-    """linear: the rate rises in equal steps; log: fast at first, as in DeepSpeed's logarithmic warmup."""
+    """log: DeepSpeed's logarithmic warmup."""
     decay_ratio: Fraction = 0.2
     """warmup-stable-decay: fraction of the run that decays, at its end."""
     final_ratio: Fraction = 0.0
-    """Learning rate at the end, as a fraction of the peak."""
+    """Final learning rate, as a fraction of the peak."""
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Schedule:
@@ -199,44 +196,41 @@ class LossScale(Section):
     """Dynamic loss scaling of fp16."""
 
     initial: Annotated[float, Field(gt=0)] = 65536.0
-    """Factor on the loss at the start."""
+    """First loss scale."""
     growth_factor: Annotated[float, Field(gt=1)] = 2.0
     """Factor by which the scale grows."""
     backoff_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Factor by which the scale shrinks after an overflow; that update is discarded."""
+    """Factor by which the scale shrinks after an overflow, which discards the step."""
     growth_interval: Positive = 2000
-    """Updates without overflow after which the scale grows."""
+    """Steps without overflow before the scale grows."""
 
 
 class Precision(Section):
     """Precision of the arithmetic. Parameters, optimizer state and losses are always fp32."""
 
     compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Precision of forward and backward; auto: bf16 where the processor has it, otherwise fp32."""
+    """Autocast of forward and backward; auto: bf16 where the processor has it, otherwise fp32."""
     tf32: bool = True
     """Allow TF32 in fp32 matrix products on NVIDIA GPUs."""
     loss_scale: LossScale = LossScale()
-    """Loss scale of runs whose gradients pass through fp16: `compute: fp16`, or fp16 in
-    `parallel.fsdp.mixed_precision`."""
+    """For `compute: fp16`, or fp16 in `parallel.fsdp.mixed_precision`."""
 
 
 class ActivationCheckpointing(Section):
     """Activation checkpointing: which activations a forward keeps for the backward.
 
-    The gradient is bitwise identical under each mode; a block must draw random numbers from torch's own generators.
+    The gradient is bitwise identical; a block must draw random numbers from torch's own generators.
     """
 
     mode: Literal["none", "full", "selective", "budget"] = "none"
-    """none: keep all; full: keep only the inputs of a block and recompute the rest: less memory, a third more
-    arithmetic; selective: also keep the outputs of matrix products and attention; budget, with `model.compile`: torch's
-    compiler selects the operations that are recomputed."""
+    """none: keep all activations; full: keep the inputs of each block and recompute the rest; selective: also keep the
+    outputs of matrix products and attention; budget: torch's compiler selects, with `model.compile`."""
     every: Positive = 1
-    """full, selective: recompute every Nth module, beginning with the first; 1: all of them."""
+    """full, selective: recompute every Nth module."""
     modules: Literal["blocks"] | tuple[str, ...] = "blocks"
-    """Modules that are recomputed as a unit: the model's repeated blocks, or the modules of these classes, such as
-    `[Attention, SwiGLU]`."""
+    """Modules to recompute: the repeated blocks, or these classes, such as `[Attention, SwiGLU]`."""
     budget: Fraction = 0.5
-    """budget: fraction of the activations' memory that the compiler may keep."""
+    """budget: fraction of the activations' memory that may be kept."""
 
     @model_validator(mode="after")
     def _options_fit_the_mode(self) -> ActivationCheckpointing:
@@ -263,18 +257,16 @@ class Memory(Section):
 
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     activation_offload: Literal["none", "cpu"] = "none"
-    """cpu: activations wait for the backward in the host's memory, also the inputs that checkpointing keeps; for
-    GPUs."""
+    """cpu: keep activations in host memory until the backward; for GPUs."""
     loss_chunk: Positive | None = None
-    """Language models: compute the loss for this many positions at a time, so that all logits never exist at once;
-    null: for all at once."""
+    """Language models: compute the loss for this many positions at a time; null: all at once."""
 
 
 _STEPS = re.compile(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?")
 
 
 def step_range(steps: int | str) -> tuple[int, int]:
-    """Return the first and the last update of `10`, or of `10..13`. Raises ValueError."""
+    """Return the first and the last step of `10`, or of `10..13`. Raises ValueError."""
     match = _STEPS.fullmatch(str(steps))
     if match is None:
         raise ValueError(f"steps {steps!r} is no update such as 10, and no range of updates such as 10..13")
@@ -286,26 +278,26 @@ def step_range(steps: int | str) -> tuple[int, int]:
 
 
 class ProfileConfig(Section):
-    """Traces of some updates, recorded by torch.profiler on some ranks into the run's folder `profile`."""
+    """Traces of some steps by torch.profiler, in the run's folder `profile`."""
 
     steps: Positive | str | None = None
-    """Updates to record, such as `10..13`, both included; null: none."""
+    """Steps to record, such as `10..13`; null: none."""
     ranks: Literal["all"] | tuple[Annotated[int, Field(ge=0)], ...] = (0,)
-    """Ranks that record. The others aren't slowed but by waiting for these."""
+    """Ranks that record."""
     warmup: Annotated[int, Field(ge=0)] = 1
-    """Updates before each trace in which the profiler runs and records nothing, so that its start isn't traced."""
+    """Steps before each trace in which the profiler already runs."""
     active: Positive | None = None
-    """Updates in a trace; null: all of `steps`."""
+    """Steps in a trace; null: all of `steps`."""
     wait: Annotated[int, Field(ge=0)] = 0
-    """Updates between the end of a trace and the warmup of the next one, where `active` makes several."""
+    """Steps between a trace and the next warmup, if `active` makes several traces."""
     repeat: Positive | None = None
-    """Number of traces, at most; null: as many as fit in `steps`."""
+    """Traces at most; null: as many as fit in `steps`."""
     shapes: bool = True
-    """Record the shapes of operators' inputs."""
+    """Record the shapes of inputs."""
     memory: bool = True
-    """Record what is allocated, and on a GPU also a snapshot of its memory."""
+    """Record allocations, and on a GPU also a memory snapshot."""
     stacks: bool = False
-    """Record the Python lines that call operators: larger traces, slower updates."""
+    """Record Python stacks: larger traces, slower steps."""
     flops: bool = False
     """Estimate the FLOPs of matrix products and convolutions."""
 
@@ -327,46 +319,43 @@ NOTICES = ("aws", "gcp", "azure")
 
 
 class Budgets(Section):
-    """Other numbers than `recovery.restarts`, by kind of failure."""
+    """Restarts by kind of failure, instead of `recovery.restarts`."""
 
     transient: Annotated[int, Field(ge=0)] | None = None
     """A rank is killed, or loses its peers, a connection, a disk or its driver."""
     program: Annotated[int, Field(ge=0)] | None = None
-    """An exception or an exit of the program."""
+    """An exception or exit of the program."""
     hang: Annotated[int, Field(ge=0)] | None = None
-    """A rank that doesn't move while others wait for it, or a collective that not all ranks reach."""
+    """A rank that hangs, or a collective that not all ranks reach."""
     host: Annotated[int, Field(ge=0)] | None = None
-    """A host that can't be reached any more."""
+    """A host that can't be reached."""
     rollback: Annotated[int, Field(ge=0)] | None = None
-    """Bad numbers under `bad_numbers` rollback: how many times in a row the run goes back, without getting further than
-    `rollback_steps` updates beyond the one before."""
+    """Rollbacks in a row without progress beyond the one before."""
     memory: Annotated[int, Field(ge=0)] | None = None
-    """Memory that runs out: each time the micro-batches are halved. Null: until they have one sample, if `restarts`
-    isn't 0."""
+    """Out of memory; the micro-batch is halved each time. Null: until it is 1, unless `restarts` is 0."""
 
 
 _HALVINGS = 64  # more than any micro-batch allows
 
 
 class Watchdog(Section):
-    """Limits for a rank that doesn't move while the others wait for it: it is named, and later killed as hung."""
+    """Limits for a rank that hangs while the others wait for it: it is reported, then killed."""
 
     enabled: bool = True
     """Watch the ranks."""
     least: Annotated[float, Field(gt=0)] = 2.0
-    """Seconds without any progress after which a rank that others wait for is named, at least."""
+    """Seconds without progress before a rank is reported, at least."""
     steps: Annotated[float, Field(ge=1)] = 5.0
-    """The same in median updates of the run; the larger of the two counts."""
+    """The same in median steps; the larger of the two counts."""
     end_after: Annotated[float, Field(ge=0)] | None = 60.0
-    """Seconds without any progress after which such a rank is killed, and all start again (`restarts`); twice the time
-    after which it is named, at least. A stopped process (SIGSTOP) gets SIGCONT when it is named. Null: neither."""
+    """Seconds without progress before the rank is killed and all restart, at least twice the time before it is
+    reported. Null: it is only reported."""
     other: Annotated[float, Field(gt=0)] = 300.0
-    """Seconds instead of `least` and `steps` outside of updates: at the start, in a compilation, an evaluation, a save,
-    and at the end. Less than `launch.timeout`, or that ends the run first, without a name. Such a rank is killed after
-    four times as long."""
+    """Instead of `least` and `steps` outside of steps (start, compilation, evaluation, save, end). Must be below
+    `launch.timeout`. A rank is killed after four times as long."""
     end_start_after: Annotated[float, Field(ge=0)] | None = 7200.0
-    """Seconds instead of `end_after` at the start, which may prepare data, at the end of the run, and between updates
-    of a loop of your own; twice `other`, at least. Null: such a rank is only named."""
+    """Instead of `end_after` at the start, at the end, and between steps of your own loop; at least twice `other`.
+    Null: it is only reported."""
 
     @model_validator(mode="after")
     def _limits_have_an_effect(self) -> Watchdog:
@@ -380,30 +369,28 @@ class Watchdog(Section):
 
 
 class Recovery(Section):
-    """Further rounds of a run whose ranks have failed, or whose hosts are lost, under Lockstep's launcher."""
+    """Restarts of a run whose ranks have failed or whose hosts are lost, under Lockstep's launcher."""
 
     restarts: Annotated[int, Field(ge=0)] = 3
-    """How many times in a row ranks are started again after failures of one kind, from the newest checkpoint, without
-    the run getting further; 0: never. An exception of the program that comes again at the same step ends the run, as
-    do errors of the config. Memory that runs out has a budget of its own."""
+    """Restarts in a row from the newest checkpoint, without progress, for each kind of failure; 0: never. An exception
+    that repeats at the same step ends the run. Out of memory has its own budget."""
     budgets: Budgets = Budgets()
     watchdog: Watchdog = Watchdog()
     bad_numbers: BadNumbers = BadNumbers()
     snapshot_every: Annotated[int, Field(gt=0)] | Literal["auto"] | None = "auto"
-    """Steps between snapshots of the state in the host's memory (/dev/shm), from which ranks that start again resume if
-    they are newer than the newest checkpoint; auto: as often as costs 0.5 % of the time, every 0.2 s at most; null:
-    none. They need four times the memory of the saved state; on several hosts, where each has the parts of its ranks,
-    five times the memory of these. Other launchers than Lockstep's take none."""
+    """Steps between in-memory snapshots (/dev/shm), from which restarted ranks resume; auto: at most 0.5 % of the time;
+    null: none. They take four times the memory of the state, on several hosts five times. Only under Lockstep's
+    launcher."""
     compare_every: Positive | None = None
-    """Updates between two comparisons of the copies of the training state that ranks hold; also before each save. Ranks
-    whose copies differ start again from the newest checkpoint. Null: copies are not compared."""
+    """Steps between comparisons of replicated state across ranks, also before each save. If it differs, ranks restart
+    from the newest checkpoint. Null: never."""
     host_wait: Annotated[float, Field(ge=0)] = 120.0
-    """Several hosts: seconds that the others wait for one that is lost, until it is there again; 0: the run ends. With
-    MIN:MAX `launch.nodes` they wait only while there are fewer than MIN."""
+    """Several hosts: seconds to wait for a lost host; 0: end the run. With MIN:MAX `launch.nodes`, wait only below
+    MIN."""
 
     notice: str | None = None
-    """Place of the notice that a machine will be taken back: `aws`, `gcp` or `azure` (spot instances), an http address
-    that answers 200, or the path of a file that then exists. The run stops, saved, as after a scheduler's warning."""
+    """Where a preemption is announced: `aws`, `gcp` or `azure` (spot instances), an http address that answers 200, or a
+    file that then exists. The run saves and stops."""
 
     @field_validator("notice")
     @classmethod
@@ -418,11 +405,11 @@ class Recovery(Section):
 
     @property
     def ever(self) -> bool:
-        """True if ranks are started again after failures of any kind."""
+        """True if ranks restart after failures of any kind."""
         return any(self.budget(kind) for kind in Budgets.model_fields)
 
     def budget(self, kind: str) -> int:
-        """Return how many times in a row ranks are started again after failures of a kind."""
+        """Return how many times in a row ranks restart after failures of a kind."""
         number: int | None = getattr(self.budgets, kind, None)
         if number is None and kind == "memory" and self.restarts:
             return _HALVINGS

@@ -53,7 +53,7 @@ def _asks(path: Keys, value: object) -> str | None:
 
 
 def _nothing(path: Keys, value: object) -> None:
-    """Accept what names something in the run, or is shown."""
+    """Accept names inside the run, and text that is only shown."""
 
 
 def _word(path: Keys, value: object) -> str | None:
@@ -159,12 +159,12 @@ def code_in(config: Config) -> dict[str, str]:
 
 
 def outside(place: str, run: Path) -> bool:
-    """Return whether a path or address that a run's config names is outside of the run's folder."""
+    """Return whether a path or address is outside of the run's folder."""
     return is_address(place) or not Path(place).expanduser().absolute().resolve().is_relative_to(run.resolve())
 
 
 def _texts(value: Any, at: ValueShape, path: Keys, key: str) -> Iterator[tuple[Keys, str, Any]]:
-    """Yield path, key and value of all that isn't a number, a switch or a word of a fixed list by its type."""
+    """Yield path, key and value of all that isn't a number, a switch or a word of a fixed list."""
     if isinstance(value, Section):
         for name, inner in value:
             shape = fields(type(value)).get(name, ANYTHING)
@@ -225,7 +225,7 @@ def _origin(loaded: LoadedConfig, path: Keys) -> str | None:
 
 
 def _moved(target: str, known: KnownRun) -> str | None:
-    """Return the message for code that has moved since this user started the run: it may be other people's now."""
+    """Return the message for code that has moved since this user started the run."""
     then, now = known.code.get(target, ""), locate(target)
     return f"{target} (it was {then or 'not found'} when you started the run, and is {now})" if then != now else None
 
@@ -234,10 +234,7 @@ _VARIABLES = ("launch", "environment")
 
 
 def _with_hidden_values(loaded: LoadedConfig) -> Config:
-    """Return the config with the values that were hidden when it was written.
-
-    Variables that this process has are left out, since ranks inherit them.
-    """
+    """Return the config with its hidden values, without hidden variables that this process has."""
     from lockstep.config.loading import validate
 
     known = {path: value for run in loaded.runs if run.known is not None for path, value in run.known.hidden.items()}
@@ -280,12 +277,7 @@ _MOST_CONFIGS = 4  # per run: resuming it under other overrides makes another
 
 @dataclass(frozen=True, slots=True)
 class KnownRun:
-    """The record of a run that this user has started.
-
-    Attributes:
-        code: Location of each target that the config names.
-        hidden: Values by path in the config, which the run's folder doesn't hold.
-    """
+    """The record of a run of this user: location of each target, and hidden values by path."""
 
     code: Mapping[str, str] = field(default_factory=dict)
     hidden: Mapping[Keys, str] = field(default_factory=dict)
@@ -293,30 +285,19 @@ class KnownRun:
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """A config file of a run's folder.
-
-    Attributes:
-        name: The file, as in origins.
-        run: The folder.
-        known: The record of the run; None: it is foreign.
-    """
+    """A config file of a run's folder; `known` None: the run is foreign."""
 
     name: str
     run: Path
     known: KnownRun | None
 
     def holds(self, origin: str | None) -> bool:
-        """Return whether a value with this origin was written in this file; it may have been if that isn't known."""
+        """Return whether a value with this origin was, or may have been, written in this file."""
         return origin is None or re.fullmatch(re.escape(self.name) + r"(:\d+:\d+)?", origin) is not None
 
 
 def run_of(file: Path, tree: Table, *, named: bool) -> RunConfig | None:
-    """Return a config file as that of a run; None if it belongs to none.
-
-    Args:
-        tree: Content of the file.
-        named: The run's folder was named, and the file is in it.
-    """
+    """Return a config file as a run's, if it is one; `named`: the run's folder was named, and the file is in it."""
     run = file.absolute().parent if named else run_around(file)
     if run is None:
         return None
@@ -326,9 +307,9 @@ def run_of(file: Path, tree: Table, *, named: bool) -> RunConfig | None:
 
 
 def run_around(file: Path) -> Path | None:
-    """Return the run's folder that contains a file at any depth, by its path or through links; None if none does.
+    """Return the run's folder that contains a file at any depth, by its path or through links, if any.
 
-    A folder with no more than a config.yaml may be a project, and doesn't count.
+    A folder with only a config.yaml may be a project, and doesn't count.
     """
     ways = (Path(file).absolute(), Path(file).resolve())
     return next((above for way in ways for above in way.parents if _looks_like_a_run(above)), None)
@@ -363,7 +344,7 @@ def unremembered(config: Config, run: Path) -> list[str]:
 
 
 def known_as(run_id: str, values: object) -> KnownRun | None:
-    """Return the record of a run that this user has started here under a config with these values."""
+    """Return the record of a run that this user has started here under this config."""
     record = _configs_of(run_id).get(_digest(values)) if _ID.fullmatch(run_id) else None
     if not isinstance(record, dict):
         return None
@@ -371,7 +352,7 @@ def known_as(run_id: str, values: object) -> KnownRun | None:
 
 
 def id_of_run(run: Path) -> str | None:
-    """Return the id of the run in this folder, which is also in its checkpoints; None: it has none yet."""
+    """Return the id of the run in this folder, if it has one."""
     try:
         run_id = json.loads(read_bounded(run / ENVIRONMENT, MAX_JSON_BYTES)).get("run")
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -387,7 +368,7 @@ _MOST_RUNS = 1000
 
 
 def _remember(run_id: str, record: Mapping[str, Any]) -> None:
-    """Store the record of a run, as far as that is possible, and forget the oldest of too many."""
+    """Store the record of a run, if possible, and forget the oldest of too many."""
     with suppress(OSError):
         if (folder := _known_runs()) is not None:
             write_atomically(folder / f"{run_id}.json", json.dumps(record), durable=False)

@@ -1,8 +1,4 @@
-"""Shapes and values as text for messages.
-
-ValueShape(whole=Range(gt=0), choices=("auto",))   ->   a whole number above 0, or auto
-True, None, "abc", 0.0003                          ->   true, null, 'abc', 0.0003
-"""
+"""Shapes and values as text for messages."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Writes a config as a YAML file that loads equal; for the run folder, without secrets.
 
-    Config  ->  to_plain   ->  {"optim": {"lr": 0.001, ...}}   ->  plain_yaml  ->  text
-            ->  to_public  ->  the same, with secrets hidden   ->
-
 Text is quoted wherever `reading` (YAML 1.2) would read another type.
 """
 
@@ -20,12 +17,12 @@ from lockstep.core.secrets import HIDDEN, hidden_setting, is_harmless_variable, 
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """Return the config, defaults too, as mappings, lists, numbers and text, as JSON has them."""
+    """Return the config with defaults as JSON values."""
     return config.model_dump(mode="json")
 
 
 def to_public(config: Config) -> dict[str, Any]:
-    """Return the same as `to_plain` without secrets, for a run's folder and its checkpoints."""
+    """Return the same without secrets, for a run's folder and its checkpoints."""
     return cast("dict[str, Any]", _public(to_plain(config), (), []))
 
 
@@ -37,7 +34,7 @@ def hidden_in(config: Config) -> list[tuple[tuple[str, ...], str]]:
 
 
 def _public(value: Any, path: tuple[str, ...], hidden: list[tuple[tuple[str, ...], str]]) -> Any:
-    """Return a value without secrets; add path and value of each text with one to `hidden`."""
+    """Return a value without secrets; add path and value of each secret to `hidden`."""
     if isinstance(value, dict):
         return {key: _public(item, (*path, str(key)), hidden) for key, item in value.items()}
     if isinstance(value, list):
@@ -64,7 +61,7 @@ def plain_yaml(values: Mapping[str, Any]) -> str:
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # libyaml's is six times faster
-    """A dumper that quotes text for YAML 1.2, where PyYAML's is 1.1 (`1e5` is a number here)."""
+    """A dumper that quotes for YAML 1.2, where `1e5` is a number."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

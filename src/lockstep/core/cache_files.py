@@ -1,8 +1,7 @@
 """The folder of what can be made or downloaded again, locks by which one process makes it, and drafts.
 
 $LOCKSTEP_CACHE/KIND/...     by default ~/.cache/lockstep (or $XDG_CACHE_HOME/lockstep)
-NAME@HOST@PID.part           a draft of NAME: renamed when complete; the next process that writes NAME deletes it if its
-                             writer has ended. Where there are no locks, each process writes its own, and one is kept.
+NAME@HOST@PID.part           a draft of NAME: renamed when complete, deleted by the next writer if its own has ended
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _ABANDONED_S = 3600.0
 
 
 def cache_folder(kind: str) -> Path:
-    """Return the folder of a kind of files that can be made, or downloaded, again."""
+    """Return the folder of a kind of files."""
     if own := os.environ.get(CACHE):
         return Path(own).expanduser() / kind
     root = os.environ.get("XDG_CACHE_HOME", "")
@@ -39,20 +38,19 @@ def cache_folder(kind: str) -> Path:
 
 
 def cache_remedy(error: OSError) -> str:
-    """Return what to do about a file of the cache that can't be written, for messages."""
+    """Return what to do about a file of the cache that can't be written."""
     return f"set {CACHE} to a folder {'with space' if error.errno in DISK_FULL else 'that can be written'}"
 
 
 @contextmanager
 def locked(path: Path, work: str, *, stays: bool = True) -> Iterator[Callable[[str], None]]:
-    """Hold the lock while the block runs; meanwhile the others show what its holder has done. Raises OSError.
+    """Hold the lock while the block runs; meanwhile other processes show what its holder does. Raises OSError.
 
-    Yields a function that shows how far the work is, to this process's user and those of the others.
+    Yields a function that shows progress, to this process's user and those that wait.
 
     Args:
-        path: Of the lock's file, whose folder exists.
         work: For messages.
-        stays: Whether the file is there afterwards, too.
+        stays: Keep the lock's file afterwards.
     """
     handle, is_held = _opened(path), False
     shown_at = time.monotonic()
@@ -112,13 +110,13 @@ def _try_lock(handle: int) -> bool:
 
 
 def draft_of(path: Path) -> Path:
-    """Return the name of this process's draft of a file or folder."""
+    """Return the name of this process's draft."""
     return path.with_name(f"{path.name}@{socket.gethostname()}@{os.getpid()}.part")
 
 
 @contextmanager
 def whole_folder(entry: Path) -> Iterator[Path]:
-    """Yield a draft of a folder to write to; then it has its name, unless another process was first. Raises OSError."""
+    """Yield a draft of a folder; then give it its name, unless another process was first. Raises OSError."""
     remove_abandoned(entry)
     draft = draft_of(entry)
     draft.mkdir()
@@ -137,14 +135,14 @@ def whole_folder(entry: Path) -> Iterator[Path]:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Delete the drafts of a file or folder whose writers have ended, as far as that is possible."""
+    """Delete drafts whose writers have ended, as far as that is possible."""
     for draft in path.parent.glob(f"{glob.escape(path.name)}@*.part"):
         if _is_abandoned(draft):
             remove(draft)
 
 
 def remove(draft: Path) -> None:
-    """Delete a draft, if it is there, as far as that is possible."""
+    """Delete a draft, as far as that is possible."""
     if draft.is_dir():
         shutil.rmtree(draft, ignore_errors=True)
     else:
@@ -153,7 +151,7 @@ def remove(draft: Path) -> None:
 
 
 def _is_abandoned(draft: Path) -> bool:
-    """Return whether a draft's writer has ended; one on another machine, if nothing was written for a while."""
+    """Return whether a draft's writer has ended; on another machine, if nothing was written for an hour."""
     _, host, number = draft.stem.rsplit("@", 2)
     if host == socket.gethostname() and number.isdecimal():
         return int(number) == os.getpid() or not _is_running(int(number))

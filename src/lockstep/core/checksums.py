@@ -1,10 +1,6 @@
 """Writes and checks the hashes of published files, in a list beside them that `xxhsum --check` also reads.
 
-    model/model.safetensors
-    model/XXH128SUMS                f1d0...  model.safetensors
-
-A file that is not listed is not checked: most files that are read come from other programs. A list with any other line
-than a hash and a name is damaged, and so is every file beside it: which of them it named isn't known.
+A file that is not listed is not checked. A list with a malformed line is damaged, and so is every file beside it.
 """
 
 from __future__ import annotations
@@ -30,20 +26,20 @@ def record(files: Iterable[Path]) -> None:
 
 
 def record_folder(folder: Path, known: Mapping[str, str]) -> None:
-    """Write the list of all files of a new folder; the hashes that are known aren't computed. Raises OSError."""
+    """Write the list of all files of a new folder, with the hashes that are `known`. Raises OSError."""
     names = [file.name for file in folder.iterdir() if file.is_file()]
     _write(folder, {name: known.get(name) or hash_of(folder / name) for name in names})
 
 
 def forget(file: Path) -> None:
-    """Remove a file from its list, before it is replaced: the old hash would make it look damaged. Raises OSError."""
+    """Remove a file from its list, before it is replaced. Raises OSError."""
     listed = _read(file.parent)
     if listed.pop(file.name, None) is not None:
         _write(file.parent, listed)
 
 
 def fault(file: Path) -> str | None:
-    """Read all of a file and return what is wrong with it; None if nothing, or if no list names it. Raises OSError."""
+    """Read all of a file and return what is wrong with it, if anything. Raises OSError."""
     hashes = _read(file.parent)
     if LIST in hashes:
         return f"{file.with_name(LIST)} has a line that isn't a hash and the name of one more file"
@@ -56,7 +52,7 @@ def fault(file: Path) -> str | None:
 
 
 def listed(folder: Path) -> list[Path]:
-    """Return the files that a folder's list names, present or missing, and the list itself if it is damaged."""
+    """Return the files that a folder's list names, and the list itself if it is damaged."""
     return [folder / name for name in sorted(_read(folder))]
 
 

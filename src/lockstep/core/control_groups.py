@@ -1,8 +1,5 @@
 """Reads memory limits and counts of out-of-memory kills, of the machine and of this process's control groups.
 
-limits    the machine's memory, memory.max of this process's group and of all above it, ulimit -v
-kills     how many processes the kernel has killed because memory ran out: in this group, and on the machine
-
 A container, a Slurm job or a service is a control group.
 """
 
@@ -33,7 +30,7 @@ _VERSION_2 = _Version("sys/fs/cgroup", "memory.max", "memory.current", "memory.e
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A limit on memory and how much of it is free, in bytes; `owner` names what sets the limit."""
+    """A limit on memory and how much of it is free, in bytes; `owner`: what sets the limit."""
 
     total: int
     free: int
@@ -41,11 +38,7 @@ class MemoryLimit:
 
 
 def host_memory(root: Path = _ROOT) -> int:
-    """Return the bytes that this process may use, together with all others of its control groups.
-
-    Args:
-        root: The folder of `proc` and `sys`.
-    """
+    """Return the bytes that this process's control groups may use; `root`: the folder of `proc` and `sys`."""
     limits = (_number(group / version.limit) for version, group in _groups(root))
     return min([_machine(), *(limit for limit in limits if limit is not None)])
 
@@ -66,7 +59,7 @@ def tightest_limit(root: Path = _ROOT) -> MemoryLimit:
 
 @dataclass(frozen=True, slots=True)
 class Kills:
-    """Numbers of processes that the kernel has killed for lack of memory; None if it doesn't count them (a sandbox)."""
+    """Numbers of processes that the kernel killed for lack of memory; None if it doesn't count them."""
 
     in_group: int | None
     on_machine: int | None
@@ -81,18 +74,14 @@ def kernel_kills(root: Path = _ROOT) -> Kills:
 
 @dataclass(frozen=True, slots=True)
 class WhyKilled:
-    """The likely cause of a SIGKILL, as text, and whether it was the kernel, because memory ran out."""
+    """The likely cause of a SIGKILL, and whether it was the kernel, because memory ran out."""
 
     text: str
     by_kernel: bool = False
 
 
 def why_killed(before: Kills, now: Kills, remedy: str) -> WhyKilled:
-    """Return the likely cause of a SIGKILL, from the counts before and after it.
-
-    Args:
-        remedy: Sentences about what to change if memory ran out.
-    """
+    """Return the likely cause of a SIGKILL, from the counts before and after it; `remedy` is for out of memory."""
     if now.in_group is not None and before.in_group is not None and now.in_group > before.in_group:
         return WhyKilled(f"out of memory (the kernel's OOM killer, in this control group). {remedy}".rstrip(), True)
     if now.on_machine is None or before.on_machine is None:
@@ -108,10 +97,7 @@ def _machine() -> int:
 
 
 def _groups(root: Path) -> Iterator[tuple[_Version, Path]]:
-    """Yield the folders of this process's groups, each followed by all above it, which have limits too.
-
-    A container may see the host's name of its group, which doesn't exist inside, and its own limit at the top.
-    """
+    """Yield the folders of this process's groups and all above; a container's own limit may be at the top."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -137,6 +123,6 @@ def _number(file: Path) -> int | None:
 
 
 def _field(file: Path, name: str, unit: int = 1) -> int | None:
-    """Return the first number of the line that begins with `name`, times `unit`; None if there is no such line."""
+    """Return the first number of the line that begins with `name`, times `unit`, if any."""
     line = next((line for line in _lines(file) if line.startswith(name)), None)
     return None if line is None else int(line.removeprefix(name).split()[0]) * unit

@@ -1,11 +1,6 @@
-"""Deferred signal handlers: in the middle of an update, one that may raise, such as that of Ctrl-C, waits for its end.
+"""Delays signal handlers that may raise, such as that of Ctrl-C, to the end of a step: half a step can't be saved.
 
-    for report in session:
-        accumulate    a handler runs at once
-        commit        it waits: half an update can't be saved, nor trained on
-                      <-- it runs
-
-Outside of an update, and in a program that has no update in its main thread, nothing changes.
+Outside of a step, and in a program without one in its main thread, nothing changes.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ _SAME_SIGNAL_S = 0.5  # a terminal and a launcher may both pass on one Ctrl-C
 
 
 class Deferral:
-    """The state of the main thread, in the middle of an update or not, and the handlers that wait for its end."""
+    """Whether the main thread is in the middle of a step, and the handlers that wait for its end."""
 
     def __init__(self) -> None:
         self._active = False
@@ -35,7 +30,7 @@ class Deferral:
         self._loops = 0
 
     def begin(self) -> None:
-        """Let handlers wait from now on, if this is the main thread."""
+        """Delay handlers from now on, if this is the main thread."""
         if get_native_id() != os.getpid():  # without the calls of `threading`: each update asks
             return
         if self._loops and _is_deferrable(_signal.getsignal(_signal.SIGINT)):  # the loop has set another one
@@ -43,7 +38,7 @@ class Deferral:
         self._active = True
 
     def end(self) -> None:
-        """Run the handlers that wait; what they raise leaves this call."""
+        """Run the delayed handlers; they may raise."""
         if get_native_id() != os.getpid():
             return
         self._active = False
@@ -53,7 +48,7 @@ class Deferral:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let handlers wait while the block runs, and on if they waited before."""
+        """Delay handlers while the block runs."""
         waited = self._active
         self.begin()
         try:
@@ -63,7 +58,7 @@ class Deferral:
                 self.end()
 
     def handle(self, handler: Handler, number: int, frame: FrameType | None) -> None:
-        """Run a handler, now or at the end of the update. A second Ctrl-C during an update doesn't wait."""
+        """Run a handler now or at the end of the step. A second Ctrl-C doesn't wait."""
         now = time.monotonic()
         since = self._waiting[number][0] if number in self._waiting else now
         if not self._active or (number == signal.SIGINT and now - since > _SAME_SIGNAL_S):
@@ -74,7 +69,7 @@ class Deferral:
 
     @contextmanager
     def of_sigint(self) -> Iterator[None]:
-        """Let the handler of SIGINT, if it is a function, wait for the ends of updates in the block."""
+        """Delay SIGINT's handler, if it is a function, to the ends of steps in the block."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -96,7 +91,7 @@ DEFERRAL = Deferral()
 
 
 class DeferredHandler:
-    """A signal handler that waits for the end of an update."""
+    """A signal handler that waits for the end of a step."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler

@@ -1,8 +1,4 @@
-"""The direction of a metric: the values of it that are best, low or high ones.
-
-held-out.loss, test.word_error    lowest        by the words of its name; one with words of both lists, or of
-test.macro_f1, v1.5.accuracy      highest       neither, has no known direction: the config states it
-"""
+"""Whether low or high values of a metric are best, by the words of its name."""
 
 from __future__ import annotations
 
@@ -24,25 +20,24 @@ _HIGHEST = frozenset({
 
 
 def known_direction(metric: str) -> Direction | None:
-    """Return the values of a metric (`held-out.loss`) that are best; None: its name doesn't show which."""
+    """Return which values of a metric (`held-out.loss`) are best, if its name shows it."""
     words = {word.rstrip("0123456789") for word in re.findall("[a-z]+[0-9]*", metric.rpartition(".")[2].lower())}
     low, high = bool(words & _LOWEST), bool(words & _HIGHEST)
     return None if low == high else "lowest" if low else "highest"
 
 
 def best_of(metric: str, best_is: Literal["auto", "lowest", "highest"]) -> Direction:
-    """Return the values of `checkpoint.best` that are best. Raises ConfigError if that isn't known."""
+    """Return which values of `checkpoint.best` are best. Raises ConfigError if that isn't known."""
     return _direction(metric, None if best_is == "auto" else best_is, "checkpoint.best_is", "highest or lowest")
 
 
 def improvement_of(metric: str, mode: Literal["auto", "min", "max"]) -> Direction:
-    """Return the values of `monitor.early_stopping.metric` that are best. Raises ConfigError if that isn't known."""
+    """Return which values of `monitor.early_stopping.metric` are best. Raises ConfigError if that isn't known."""
     stated: Direction | None = {"min": "lowest", "max": "highest"}.get(mode)  # type: ignore[assignment]
     return _direction(metric, stated, "monitor.early_stopping.mode", "max or min")
 
 
 def is_better(value: float, other: float, direction: Direction) -> bool:
-    """Return whether `value` is better than `other`."""
     return value > other if direction == "highest" else value < other
 
 

@@ -1,4 +1,4 @@
-"""The name of the distribution (a test compares it with pyproject.toml), and the systems that it runs on."""
+"""The name of the distribution, and the systems that it runs on."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ def pip_install(extra: str) -> str:
 
 
 def why_not_here(platform: str | None = None) -> str | None:
-    """Return why Lockstep can't run on this operating system; None if it can.
-
-    It forks ranks, ends processes with their parent, and reads cores, locks and memory from Linux.
-    """
+    """Return why Lockstep can't run on this operating system, if it can't: it forks, and reads /proc."""
     platform = platform or sys.platform
     if platform == "linux":
         return None

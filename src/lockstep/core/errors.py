@@ -21,12 +21,7 @@ _PEER_WENT_AWAY = re.compile(
 
 
 class Failure(Exception):
-    """An error that a user can act on; the command line prints it without a traceback.
-
-    Attributes:
-        kind: What it is: see `FailureKind`.
-        exit_code: Of the process that it ends.
-    """
+    """An error that a user can act on; the command line prints it without a traceback."""
 
     kind: FailureKind = FailureKind.FAILED
     exit_code: ClassVar[int] = FailureKind.FAILED.exit_code
@@ -51,8 +46,8 @@ class SampleFailure(RunFailed):
     """Reading samples ended the run.
 
     Attributes:
-        samples: The one that was read, or several, one of which did it; empty if it isn't known.
-        evaluation_set: The evaluation set that they are of; None: the training data.
+        samples: The one that was read, or several, one of which did it; empty if unknown.
+        evaluation_set: None: the training data.
     """
 
     def __init__(
@@ -82,8 +77,8 @@ class OutOfMemory(RunFailed):
     """Memory ran out, on a rank's device or on its machine.
 
     Attributes:
-        advice: The end of the message that a simulated update replaces by a better one; empty if none can.
-        too_large: Sizes of micro-batches, by their keys, with which it ran out and smaller ones may do.
+        advice: The end of the message, which a simulated step replaces by a better one.
+        too_large: Sizes of micro-batches, by their keys, of which smaller ones may fit.
     """
 
     kind = FailureKind.OUT_OF_MEMORY
@@ -95,16 +90,16 @@ class OutOfMemory(RunFailed):
 
 
 class CollectiveTimeout(RunFailed):
-    """Other ranks did not reach a collective in time: the cause is there, and they may not report it."""
+    """Other ranks did not reach a collective in time: the cause is there."""
 
     kind = FailureKind.TIMED_OUT
 
 
 class ReplicasDiffer(RunFailed):
-    """Ranks hold different copies of the same state: what was learned since its checkpoint is not to be trusted.
+    """Ranks hold different copies of the same state: nothing since its checkpoint is to be trusted.
 
     Attributes:
-        ranks: Those whose copies differ from most ranks'; empty: no majority shows which are right.
+        ranks: Those that differ from the majority; empty: there is none.
     """
 
     kind = FailureKind.DIVERGED
@@ -115,19 +110,19 @@ class ReplicasDiffer(RunFailed):
 
 
 class RolledBack(RunFailed):
-    """The run goes back to an earlier state, and leaves samples out: it is to be started again."""
+    """The run goes back to an earlier state and leaves samples out: it is to be started again."""
 
     kind = FailureKind.ROLLED_BACK
 
 
 class PeerFailed(RunFailed):
-    """Another rank failed and reports why; nothing is wrong with this one."""
+    """Another rank failed and reports why."""
 
     kind = FailureKind.PEER_FAILED
 
 
 class VerificationError(Failure):
-    """A verification found a fault: do not rely on what was verified."""
+    """A verification found a fault."""
 
     kind = FailureKind.WRONG
 
@@ -149,9 +144,8 @@ class Problem:
     """A mistake in a config.
 
     Attributes:
-        where: `file:line:column`, a flag, or an environment variable; empty if the value has no single origin.
+        where: `file:line:column`, a flag, or an environment variable; empty if there is no single origin.
         key: Dotted key, such as `optim.lr`.
-        message: What is wrong, why, and the nearest valid value.
     """
 
     where: str
@@ -198,7 +192,7 @@ def timeout_message(missing: str, waiting: str, seconds: float) -> str:
 
 
 class Rescued(str):
-    """A note on an exception that states what was saved of the run that it ended, or why nothing was."""
+    """A note on an exception about what was saved of the run."""
 
     __slots__ = ()
 
@@ -210,7 +204,7 @@ def message_of(failure: BaseException) -> str:
 
 
 def blames_a_peer(error: BaseException | None) -> bool:
-    """Return whether the error, or one it was raised from, is about another rank, or the other side of a connection."""
+    """Return whether the error or a cause of it is about another rank or a broken connection."""
     return any(
         isinstance(link, PeerFailed)
         or (isinstance(link, RuntimeError | OSError) and _PEER_WENT_AWAY.search(str(link)) is not None)
@@ -219,7 +213,7 @@ def blames_a_peer(error: BaseException | None) -> bool:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error and those it was raised from, the last first; each once, also of a chain that has a cycle."""
+    """Yield the error and those it was raised from, the last first."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -242,7 +236,7 @@ def reports_failures(report: Callable[[BaseException], None]) -> Iterator[None]:
 
 
 def report_failure(error: BaseException) -> bool:
-    """Report an exception before connections to other ranks are closed, which may hang; return whether it was."""
+    """Report an exception before connections are closed, which may hang; return whether it was."""
     for report in _reporters:
         report(error)
     return bool(_reporters)

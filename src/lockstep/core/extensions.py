@@ -1,18 +1,11 @@
 """Loads users' code and installed packages' extensions, by the name that a config or a call gives.
 
-    package.module:Name     as Python imports it; the working directory is on the path
-    path/to/file.py:Name    a file; its folder is on the path, so that it can import its neighbors
-    name                    an entry point of the group `lockstep.KIND` that an installed package declares
+package.module:Name     as Python imports it; the working directory is on the path
+path/to/file.py:Name    a file; its folder is on the path, so that it can import its neighbors
+name                    an entry point of the group `lockstep.KIND` that an installed package declares:
 
-    load(kind, name)                    the object
-    construct(kind, name, arguments)    the object called with the arguments
-
-An installed package registers an extension in its pyproject.toml:
-
-    [project.entry-points."lockstep.monitors"]
-    slack = "my_package.slack:SlackMonitor"
-
-Every failure is a ConfigError that states where to look.
+[project.entry-points."lockstep.monitors"]
+slack = "my_package.slack:SlackMonitor"
 """
 
 from __future__ import annotations
@@ -46,12 +39,11 @@ def load(kind: str, name: str, *, key: str = "", builtin: Iterable[str] = ()) ->
 
     Args:
         kind: One of `KINDS`.
-        name: `module:Name`, `file.py:Name`, or a name registered as an entry point of the group `lockstep.KIND`.
-        key: The config key that holds the name; errors state it.
-        builtin: Names that the caller resolves itself; errors list them with the registered ones.
+        key: The config key that holds the name, for errors.
+        builtin: Names that the caller resolves itself, for errors.
 
     Raises:
-        ConfigError: Nothing has that name, two packages register it, or its code raises while it is imported.
+        ConfigError: Nothing has that name, two packages register it, or its import raises.
     """
     assert kind in KINDS, kind
     with _errors_name(key):
@@ -59,14 +51,14 @@ def load(kind: str, name: str, *, key: str = "", builtin: Iterable[str] = ()) ->
 
 
 def registered(kind: str) -> dict[str, str]:
-    """Return what installed packages register as extensions of this kind: name -> `module:Name`."""
+    """Return what installed packages register: name -> `module:Name`."""
     from importlib.metadata import entry_points
 
     return {entry.name: entry.value for entry in entry_points(group=f"lockstep.{kind}")}
 
 
 def construct(kind: str, name: str, arguments: Mapping[str, Any], *, key: str = "", builtin: Iterable[str] = ()) -> Any:
-    """Call the class or function `name` with `arguments` as keyword arguments, and return the result.
+    """Call the class or function `name` with `arguments`, and return the result.
 
     Raises:
         ConfigError: As `load`; it is not callable; the arguments do not fit; or the call raises.
@@ -79,11 +71,8 @@ def construct(kind: str, name: str, arguments: Mapping[str, Any], *, key: str = 
 def instance(kind: str, name: str, arguments: Mapping[str, Any], protocol: type, *, key: str = "") -> Any:
     """Return the object that `name` stands for; a class or function is called with `arguments` first.
 
-    Args:
-        protocol: One of Lockstep's runtime-checkable protocols, which the object must implement.
-
     Raises:
-        ConfigError: As `construct`; there are arguments for an object that is not called; or it lacks methods.
+        ConfigError: As `construct`; there are arguments for an object; or it doesn't implement the protocol.
     """
     target = load(kind, name, key=key)
     if inspect.isclass(target) or inspect.isroutine(target):
@@ -97,7 +86,7 @@ def instance(kind: str, name: str, arguments: Mapping[str, Any], protocol: type,
 
 
 def unimplemented(thing: object, protocol: type) -> str | None:
-    """Return why an object does not implement a protocol, as the end of a sentence about it; None if it does."""
+    """Return why an object does not implement a protocol, as the end of a sentence; None if it does."""
     if inspect.isclass(thing):
         return f"is the class {thing.__name__}; pass an object of it: {thing.__name__}(...)"
     wanted = {*dir(protocol), *protocol.__annotations__}
@@ -114,7 +103,7 @@ def import_target(target: str) -> object:
     """Return the object that `target` names, as `module:Name` or `file.py:Name`; a file runs once per process.
 
     Raises:
-        ConfigError: The target is malformed, there is no such file, module or name, or importing it raises.
+        ConfigError: There is no such file, module or name, or importing it raises.
     """
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
@@ -145,7 +134,7 @@ def locate(target: str) -> str:
 
 
 def source_file(thing: object) -> Path | None:
-    """Return the file that defines the class or function, or the object's class; None if there is none."""
+    """Return the file that defines the class or function, or the object's class, if any."""
     try:
         path = inspect.getsourcefile(thing if inspect.isclass(thing) or inspect.isroutine(thing) else type(thing))
     except (TypeError, OSError):  # builtins; classes typed in at a prompt, or in a notebook
@@ -236,10 +225,7 @@ def _import_file(place: str, target: str) -> ModuleType:
 
 
 def _module_name(path: Path) -> str:
-    """Return the file's stem, under which another process can import it and unpickle what it defines.
-
-    If another module has that name, return one that can't collide.
-    """
+    """Return the file's stem, for pickling in other processes; a unique name if a module has it already."""
     loaded = sys.modules.get(path.stem)
     spec = loaded.__spec__ if loaded is not None else importlib.util.find_spec(path.stem)
     if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path:

@@ -1,7 +1,6 @@
-"""The table of failures: what each kind is, its exit code, whether ranks start again after it, and what to do.
+"""The table of failures: what each kind is, its exit code, whether ranks restart after it, and what to do.
 
-Every `Failure` and every end of a rank carries its kind. Launchers, `lockstep doctor` and the docs read the columns;
-nothing reads a message.
+Launchers, `lockstep doctor` and the docs read the columns; nothing reads a message.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class FailureKind(Enum):
 
     Attributes:
         exit_code: Of the process, and of the run if this kind is its cause.
-        retry: Whether ranks start again.
+        retry: Whether ranks restart.
         title: A few words for it.
         cause: Why it happens, in a sentence.
         remedy: What to do, in the imperative; empty if the message says it.
@@ -214,12 +213,12 @@ class FailureKind(Enum):
 
     @property
     def is_failure(self) -> bool:
-        """True if something is wrong: the rank was neither done nor stopped."""
+        """True if the rank was neither done nor stopped."""
         return self not in _NO_FAILURES
 
     @property
     def is_stop(self) -> bool:
-        """True if the run was stopped, by a person, a scheduler or its own rollback: the next start continues it."""
+        """True if the run was stopped, and the next start continues it."""
         return self in _STOPS
 
 

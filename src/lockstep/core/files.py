@@ -19,7 +19,7 @@ _HERE, _EXCHANGE = -100, 2  # Linux: AT_FDCWD, RENAME_EXCHANGE
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a regular file for reading. Raises OSError for anything else: a pipe would keep its reader waiting."""
+    """Open a regular file for reading. Raises OSError for anything else: a pipe would block."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     mode = os.fstat(handle).st_mode
     if stat.S_ISREG(mode):
@@ -31,7 +31,7 @@ def open_file(path: Path) -> BufferedReader:
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """Return the file's bytes. Raises OSError, also if it has more than `limit` bytes or is not a regular file."""
+    """Return the file's bytes. Raises OSError, also if it is larger than `limit` or not a regular file."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -41,7 +41,7 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
 @contextlib.contextmanager
 def opened_regular(path: Path) -> Iterator[int]:
-    """Open a regular file for reading while the block runs. Raises OSError for anything else, which might not end."""
+    """Open a regular file for reading while the block runs. Raises OSError for anything else."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -52,10 +52,7 @@ def opened_regular(path: Path) -> Iterator[int]:
 
 
 def flush(path: Path) -> None:
-    """Flush a file's content, or the names in a folder, to the disk. Raises OSError.
-
-    A new, renamed or deleted file is safe from a power failure only once its folder is flushed.
-    """
+    """Flush a file's content, or a folder's names, to the disk: a new file needs both. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -64,11 +61,7 @@ def flush(path: Path) -> None:
 
 
 def exists_anew(path: Path) -> bool:
-    """Return whether a path exists now, also where a network file system remembers that it didn't.
-
-    A client of NFS keeps a failed look-up for up to a minute. It asks the server again about the names in a folder that
-    is opened.
-    """
+    """Return whether a path exists now, also on NFS, which caches failed look-ups until the folder is opened."""
     for folder in reversed(path.parents):
         with contextlib.suppress(OSError):
             os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
@@ -77,7 +70,7 @@ def exists_anew(path: Path) -> bool:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the path to errors of the system that name no file, as those of writing to an open one."""
+    """Add the path to system errors that name no file."""
     try:
         yield
     except OSError as error:
@@ -90,7 +83,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) 
     """Write a file so that it always has the whole old content or the whole new one. Raises OSError.
 
     Args:
-        durable: Whether it has one of them even after a power failure, for which the disk is waited for.
+        durable: Also after a power failure; the disk is waited for.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
@@ -108,7 +101,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) 
 
 
 def write_if_changed(path: Path, text: str) -> None:
-    """Write a file as `write_atomically`, unless it has this text: the disk is not waited for then. Raises OSError."""
+    """Write a file as `write_atomically`, unless it has this text already. Raises OSError."""
     with contextlib.suppress(OSError):
         if read_bounded(path, MAX_JSON_BYTES) == text.encode():
             return
@@ -116,17 +109,13 @@ def write_if_changed(path: Path, text: str) -> None:
 
 
 def forget(path: Path) -> None:
-    """Delete a file that a run can do without; leave it if that isn't possible, as on a read-only file system."""
+    """Delete a file that a run can do without, if possible."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def exchanged(first: Path, second: Path) -> bool:
-    """Exchange the names of two files or folders, both of which exist, at once; False: nothing here can do that.
-
-    Raises:
-        OSError: One doesn't exist, or may not be renamed.
-    """
+    """Exchange the names of two files or folders at once; False: not possible here. Raises OSError."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # of Linux
     if call is None:
         return False
@@ -147,7 +136,7 @@ def append_to(path: Path) -> int:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line, or several, to a file; begin a new one if the file ends within one. Raises OSError."""
+    """Append lines to a file; first end a torn one. Raises OSError."""
     handle = append_to(path)
     try:
         text = f"{_torn_end(handle)}{line}\n".encode(errors="replace")
@@ -158,7 +147,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def _torn_end(handle: int) -> str:
-    """Return what ends the last line of a file if its writer was killed meanwhile, or its disk was full."""
+    """Return what ends the last line of a file if its writer was killed meanwhile."""
     size = os.fstat(handle).st_size
     try:
         return "" if not size or os.pread(handle, 1, size - 1) == b"\n" else "\n"
@@ -167,7 +156,7 @@ def _torn_end(handle: int) -> str:
 
 
 def is_same_file(path: Path, handle: int) -> bool:
-    """Return whether `path` leads to the open file; True if the disk doesn't answer."""
+    """Return whether `path` is the open file; True if the disk doesn't answer."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(handle))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Formats numbers, byte counts and durations for people, the same wherever they are shown."""
+"""Formats numbers, byte counts and durations for people."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _MAGNITUDES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def listed(words: Sequence[str], most: int) -> str:
-    """Return the first words, separated by commas, and the number of the others."""
+    """Return the first words, and the number of the others."""
     more = f" and {len(words) - most:,} more" if len(words) > most else ""
     return ", ".join(words[:most]) + more
 
 
 def counted(number: int, word: str) -> str:
-    """Return a number and a word, whose plural has an s: 1 update, 2,000 updates."""
+    """Return a number and a word: 1 step, 2,000 steps."""
     return f"{number:,} {word}{'s' * (number != 1)}"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
-    """Return the lines of a table: the columns `left` are flush left, the others flush right."""
+    """Return the lines of a table; columns in `left` are flush left, others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = (
         (
@@ -35,12 +35,12 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[s
 
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence of a message without its point: what happened, without what to do."""
+    """Return the first sentence of a message without its point."""
     return _SENTENCE_END.split(text.strip(), maxsplit=1)[0]
 
 
 def short(number: float) -> str:
-    """Return three digits and a magnitude: 12.3k, 1.23M, 640, 12.3, 0.25; a small int unchanged; 1.00e+20."""
+    """Return three digits and a magnitude: 12.3k, 1.23M, 640, 0.25."""
     if not math.isfinite(number):
         return str(number)
     if abs(number) >= 0.9995e15:
@@ -59,7 +59,7 @@ def value(number: float) -> str:
 
 
 def metric(name: str, number: float | None) -> str:
-    """Return a metric's name and value: bits per byte 2.19, accuracy 97.2 %. None stands for NaN and infinity."""
+    """Return a metric's name and value: accuracy 97.2 %. None stands for NaN and infinity."""
     words = name.replace("_", " ")
     if number is None:
         return f"{words} not finite"
@@ -84,7 +84,7 @@ def size(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration: 0.53 s, 12.3 s, 2 min 05 s, 1 h 02 min, 3 d 04 h."""
+    """Return a duration: 0.53 s, 2 min 05 s, 1 h 02 min, 3 d 04 h."""
     if seconds < 59.95:
         return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
     days, hours, minutes, rest = _time_units(round(seconds))
@@ -94,14 +94,14 @@ def duration(seconds: float) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """Return a time of any size: 1.20 s, 3.4 ms, 5.6 us."""
+    """Return a time: 1.20 s, 3.4 ms, 5.6 us."""
     if seconds >= 1:
         return duration(seconds)
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
 def clock(seconds: float) -> str:
-    """Return a duration as a clock shows it: 0:14, 12:05, 1:02:03, 3d 04:05."""
+    """Return a duration as a clock shows it: 0:14, 1:02:03, 3d 04:05."""
     days, hours, minutes, rest = _time_units(math.ceil(seconds))
     if days:
         return f"{days}d {hours:02d}:{minutes:02d}"

@@ -1,12 +1,10 @@
 """The heartbeats of ranks: shared memory that a rank and its data workers write, and a launcher reads.
 
-    rank            clock.enter(FORWARD) --> a few stores: time, phase            no system call, no lock, no copy
-    data worker     the samples that it reads                                     in the same memory
-    launcher        reads when it likes                                           `launch.hang_watch`
+rank            clock.enter(FORWARD) --> a few stores: time, phase            no system call, no lock, no copy
+data worker     the samples that it reads                                     in the same memory
+launcher        reads when it likes                                           `launch.hang_watch`
 
-    the memory      numbers (float64) | a row for the rank and each data worker (int64) | name of the evaluation set
-
-A process that nobody watches writes into memory of its own.
+the memory      numbers (float64) | a row for the rank and each data worker (int64) | name of the evaluation set
 """
 
 from __future__ import annotations
@@ -49,11 +47,11 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The samples that a rank, or a data worker of it, is reading.
+    """The samples that a rank or data worker is reading.
 
     Attributes:
         samples: The sample; several: one of them.
-        evaluation_set: The evaluation set that they are of; None: the training data.
+        evaluation_set: None: the training data.
     """
 
     samples: tuple[int, ...]
@@ -78,10 +76,10 @@ class Files(NamedTuple):
     """The descriptors of a rank's files.
 
     Attributes:
-        memory: The file that is the shared memory.
-        stacks: The file for the stacks of the rank and its data workers.
-        record: The file for its flight record.
-        bell, ring: The ends of a pipe, of which the rank reads one: a byte requests its flight record.
+        memory: The shared memory.
+        stacks: For the stacks of the rank and its data workers.
+        record: For its flight record.
+        bell, ring: A pipe: a byte written to `ring` requests the flight record.
     """
 
     memory: int = -1
@@ -92,11 +90,7 @@ class Files(NamedTuple):
 
 
 class Heartbeat:
-    """The heartbeat of a rank: its memory, and its files.
-
-    Attributes:
-        numbers: See `TIME` and the others.
-    """
+    """The heartbeat of a rank: its memory, whose numbers are `TIME` and the others, and its files."""
 
     def __init__(self, files: Files | None = None) -> None:
         self.files = files or Files()
@@ -117,33 +111,33 @@ class Heartbeat:
     # --- what a rank writes ---
 
     def become_worker(self, number: int) -> None:
-        """Write as a data worker from now on, in its process."""
+        """Write as a data worker from now on."""
         self._at = _NUMBERS + (1 + min(number, _MOST_WORKERS)) * _ROW
 
     def begin_read(self, indices: Any, evaluates: bool) -> None:
-        """Note samples (an array of int64), of the training data or an evaluation set, before they are read."""
+        """Note samples (int64) before they are read."""
         integers, at, number = self._integers, self._at, min(len(indices), _MOST_SAMPLES)
         integers[at], integers[at + _EVALUATES], integers[at + _SAMPLE] = os.getpid(), evaluates, 0
         integers[at + _HEAD : at + _HEAD + number] = memoryview(indices[:number])
         integers[at + _NUMBER] = number
 
     def end_read(self) -> None:
-        """Note that they have been read. If reading them ends the process, the note stays for its launcher."""
+        """Note that they have been read."""
         self._integers[self._at + _NUMBER] = 0
 
     def sample_slot(self) -> tuple[memoryview[Any], int]:
-        """Return where to write the sample that is read, + 1; 0: it isn't known which of the samples it is."""
+        """Return where to write the sample that is read, + 1; 0: unknown."""
         return self._integers, self._at + _SAMPLE
 
     def begin_evaluation(self, name: str) -> None:
-        """Note the evaluation set of the samples that are read from now on."""
+        """Note the evaluation set of the samples that follow."""
         padded = name.encode()[: 8 * _NAME].ljust(8 * _NAME, b"\0")
         self._integers[_NAME_AT : _NAME_AT + _NAME] = memoryview(padded).cast("l")
 
     # --- what a launcher reads ---
 
     def evaluation_set(self) -> str:
-        """Return the name of the evaluation set whose samples are, or were, read last; empty: it isn't known."""
+        """Return the evaluation set that was read last; empty: unknown."""
         name = self._integers[_NAME_AT : _NAME_AT + _NAME].tobytes()
         return name.rstrip(b"\0").decode("utf-8", "ignore")
 
@@ -152,7 +146,7 @@ class Heartbeat:
         return int(self.numbers[PHASE]) in (phase, phase + IN_WHOLE)
 
     def reading(self) -> Reading | None:
-        """Return what this rank's own process reads; None: nothing, as far as it is known."""
+        """Return what this rank's own process reads, if it is known."""
         return self._reading(_NUMBERS)
 
     def workers(self) -> list[Worker]:
@@ -177,7 +171,7 @@ def _received(*files: Any) -> Heartbeat:
 
 
 def shared_heartbeat() -> Heartbeat:
-    """Make a heartbeat that other processes inherit, receive, or open."""
+    """Make a heartbeat for other processes."""
     bell, ring = os.pipe()
     memory, stacks, record = (_file() for _ in range(3))
     os.ftruncate(memory, _BYTES)
@@ -185,7 +179,7 @@ def shared_heartbeat() -> Heartbeat:
 
 
 def _file() -> int:
-    """Open a file without a name, which needs no file system where the kernel has such files."""
+    """Open a file without a name."""
     with suppress(AttributeError, OSError):
         return os.memfd_create("lockstep")
     with tempfile.TemporaryFile() as file:
@@ -193,7 +187,7 @@ def _file() -> int:
 
 
 def begin_stage(stage: Stage, steps: int = 0) -> None:
-    """Note that this rank begins a stage of its run, which has made some updates."""
+    """Note that this rank begins a stage; its run has made `steps` steps."""
     numbers = own().numbers
     numbers[STAGE], numbers[TIME] = stage, time.perf_counter()
     if stage is Stage.TRAINING:
@@ -210,7 +204,7 @@ def own() -> Heartbeat:
 
 @contextmanager
 def reads(indices: Any, evaluates: bool) -> Iterator[None]:
-    """Note samples while the block reads them; if that ends the process, the note stays for its launcher."""
+    """Note samples while the block reads them; if the process dies, the note stays for its launcher."""
     beat = own()
     beat.begin_read(indices, evaluates)
     try:
@@ -222,5 +216,5 @@ def reads(indices: Any, evaluates: bool) -> Iterator[None]:
 
 
 def use(heartbeat: Heartbeat) -> None:
-    """Write this one from now on; clocks that were made before don't."""
+    """Write this one from now on; clocks that exist keep theirs."""
     _own[0] = heartbeat

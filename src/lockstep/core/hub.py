@@ -1,11 +1,7 @@
 """Tests whether the Hugging Face hub can be reached, once per process and before its libraries are imported.
 
-    a folder or file      no request
-    a name                HF_HUB_OFFLINE is set: its value counts
-                          otherwise one request, 1.5 s at most; no answer: HF_HUB_OFFLINE=1, and only the cache is used
-
-A launcher makes the request for all its ranks, which inherit the answer. Without it, those libraries retry for half a
-minute before they report that there is no network.
+Without an answer within 1.5 s, HF_HUB_OFFLINE=1 is set and only the cache is used: the libraries would retry for half
+a minute. A launcher makes the request for all its ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ _GATEWAYS = (403, 407, 451)  # statuses of a proxy that refuses
 
 
 def needs_hub() -> None:
-    """Test the hub before anything is loaded from it or its cache by name; set HF_HUB_OFFLINE if it does not answer."""
+    """Test the hub before anything is loaded by name; set HF_HUB_OFFLINE if it does not answer."""
     if is_connected():
         return
     os.environ[_OFFLINE] = "1"
@@ -54,7 +50,7 @@ def means_offline(setting: str) -> bool:
 
 
 def snapshot(name: str) -> Path:
-    """Return the folder of a model in the cache, after a download of its weights if the hub answers. Raises OSError."""
+    """Return a model's folder in the cache, after a download of its weights if the hub answers. Raises OSError."""
     from huggingface_hub import HfApi, snapshot_download
 
     if not is_connected():
@@ -77,11 +73,7 @@ def missing(kind: str, name: str, error: Exception) -> ConfigError:
 
 
 def _answers(endpoint: str) -> bool:
-    """Make the request in a child process.
-
-    A name server that doesn't answer ignores the timeout, and a thread that waits for it would keep this process from
-    being forked.
-    """
+    """Make the request in a child process: name servers ignore the timeout, and a thread would prevent forks."""
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about forks beside threads
@@ -101,7 +93,7 @@ def _answers(endpoint: str) -> bool:
 
 
 def responds(endpoint: str) -> bool:
-    """Make one request, of 1.5 s unless the name server takes longer; return whether it is answered."""
+    """Make one request; return whether it is answered."""
     try:
         with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_TIMEOUT):
             return True

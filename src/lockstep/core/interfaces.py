@@ -1,9 +1,7 @@
-"""Network interfaces: which of them has an address, and from which address this host reaches another.
+"""Network interfaces: which one has an address, and from which address this host reaches another.
 
-    route_to("10.0.0.1")     --> "10.0.0.2"     the kernel's choice, for a datagram that is never sent
-    interface_of("10.0.0.2") --> "eth1"         what gloo and NCCL take (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)
-
-By default gloo binds to the address that the hostname resolves to: 127.0.1.1 on Debian, which no other host reaches.
+route_to("10.0.0.1")     --> "10.0.0.2"     the kernel's choice, for a datagram that is never sent
+interface_of("10.0.0.2") --> "eth1"         for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ _ANY_PORT = 9  # discard: a datagram socket is connected, and nothing is sent
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether only this host can reach an address; False for a name that isn't an address."""
+    """Return whether only this host can reach an address."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -27,7 +25,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the interface that has an address of this host; None if none has it."""
+    """Return the interface that has an address of this host, if any."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
     if wanted.version == 6 and wanted.ipv4_mapped is not None:
         wanted = wanted.ipv4_mapped
@@ -39,21 +37,17 @@ def interface_of(address: str) -> str | None:
 
 
 def address_of(interface: str) -> str | None:
-    """Return the first IPv4 address of an interface; None if it has none."""
+    """Return the first IPv4 address of an interface, if any."""
     return next((str(own) for name, own in _addresses() if name == interface and own.version == 4), None)
 
 
 def has_address(interface: str) -> bool:
-    """Return whether an interface has an address at which other hosts, or this one, can reach it."""
+    """Return whether an interface can be reached."""
     return any(name == interface and not own.is_link_local for name, own in _addresses())
 
 
 def route_to(host: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> str | None:
-    """Return the address from which this host sends to another; None if there is no route, or no such host.
-
-    Args:
-        family: Of the address; by default the one that the host's name resolves to first.
-    """
+    """Return the address from which this host sends to another; None if there is no route or no such host."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, _ANY_PORT, family, socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -64,7 +58,6 @@ def route_to(host: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> str 
 
 
 def interface_names() -> list[str]:
-    """Return the interfaces of this host."""
     return [name for _, name in socket.if_nameindex()]
 
 

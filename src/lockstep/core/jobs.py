@@ -1,4 +1,4 @@
-"""Records of jobs: what a launcher is to run elsewhere, what it would write for that, and the state of it.
+"""Records of jobs: what a launcher runs elsewhere, what it writes for that, and its state.
 
 lockstep launch slurm --nodes 2 train digits    JobCommand --> Launcher.plan --> LaunchPlan --> submit --> LaunchedJob
 """
@@ -19,20 +19,20 @@ class JobCommand:
     """A command line of Lockstep that a launcher runs elsewhere. It has been checked.
 
     Attributes:
-        words: What follows `lockstep`, from the verb on.
-        restart_words: The same when the job starts again: without `--fresh`, which would discard what was saved.
+        words: What follows `lockstep`.
+        restart_words: The same when the job restarts: without `--fresh`.
         typed: The whole command line as it was typed, for comments.
         name: A short name for the job.
         folder: Absolute path of the folder for the job's files.
-        ranks: Ranks on each node, if the command states them.
+        ranks: Ranks on each node, if the command says so.
         nodes: Whether it can run on several nodes.
         starts_run: Whether it starts or resumes a run, whose folder all nodes share.
         sweep: The words that each run of a sweep adds; empty: one run.
-        state_bytes: Estimated bytes of a checkpoint; None: unknown.
-        run_folder: Folder of the run as the command names it, relative to where it runs or absolute.
-        checkpoint_folder: Path or address of the checkpoints, if the config names it.
-        paths: Files and folders here that the words or the config name, as they name them; not those of the run.
-        in_folder: Whether checkpoints are in a folder, or at an address, and not in a store that is an object.
+        state_bytes: Estimated bytes of a checkpoint, if known.
+        run_folder: As the command names it, relative to where it runs or absolute.
+        checkpoint_folder: Path or address, if the config names it.
+        paths: Local files and folders that the words or the config name, without those of the run.
+        in_folder: Whether checkpoints are in a folder or at an address, not in a store that is an object.
     """
 
     words: tuple[str, ...]
@@ -56,11 +56,7 @@ class HostOptions(ABC):
 
     @abstractmethod
     def world_size(self, ranks: int | None) -> int | None:
-        """Return the number of ranks on all hosts; None if it isn't known. Raises ConfigError.
-
-        Args:
-            ranks: Ranks on each host for which the options don't state it, if the command states them.
-        """
+        """Return the ranks on all hosts, if known; `ranks`: on each host without a number. Raises ConfigError."""
 
 
 class SweepOptions:
@@ -73,10 +69,10 @@ class LaunchPlan:
 
     Attributes:
         files: Contents by absolute path.
-        commands: Programs with their arguments, executed in this order once the files are written.
+        commands: Programs with their arguments, executed in this order.
         notes: Sentences that the user should read.
-        attached: Whether the job ends with this command, which therefore follows it.
-        number: The job's identifier, if it is known before; the job is remembered before it is submitted then.
+        attached: The job ends with this command, which therefore follows it.
+        number: The job's identifier, if it is known before.
     """
 
     files: Mapping[Path, str]
@@ -88,12 +84,7 @@ class LaunchPlan:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedJob:
-    """A submitted job.
-
-    Attributes:
-        number: The launcher's identifier.
-        folder: The folder of its files; None if only the identifier is known.
-    """
+    """A submitted job: the launcher's identifier, and the folder of its files, if known."""
 
     number: str
     folder: Path | None = None
@@ -101,12 +92,7 @@ class LaunchedJob:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """The state of a job.
-
-    Attributes:
-        text: A line for a person.
-        code: Exit code as of `lockstep train`; None while it has not ended.
-    """
+    """The state of a job: a line for a person, and the exit code once it has ended."""
 
     text: str
     code: int | None = None

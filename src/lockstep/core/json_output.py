@@ -1,8 +1,4 @@
-"""Keeps stdout for the verb's JSON document under `--json`.
-
-verb prints lines, ranks print, user code prints, C++ prints --> stderr
-emit(value)                                                  --> kept until the verb is done --> stdout
-"""
+"""Keeps stdout for the JSON document of `--json`: everything else that is printed goes to stderr."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ _diverted: Any = None  # the stream that replaces stdout inside `json_only`
 
 
 def emit(value: Any, *, indent: int | None = None) -> None:
-    """Print `value` as JSON; inside `json_only`, at its end. A verb calls it once, in the process that was started."""
+    """Print `value` as JSON; inside `json_only`, at its end."""
     _kept.append(json.dumps(_finite(value), default=str, indent=indent, allow_nan=False))
     if sys.stdout is not _diverted:
         _print_kept()
@@ -27,10 +23,7 @@ def emit(value: Any, *, indent: int | None = None) -> None:
 
 @contextmanager
 def json_only(wanted: bool) -> Iterator[None]:
-    """Send to stderr what this process and its children print during the block; then print what `emit` got on stdout.
-
-    Does nothing if not `wanted`.
-    """
+    """Send what this process and its children print in the block to stderr; then print what `emit` got on stdout."""
     global _diverted
     if not wanted:
         yield

@@ -1,10 +1,8 @@
-"""Derives a 64-bit key for every use of randomness: a pure function of the seed and of what the key is for.
+"""Derives a 64-bit key for every use of randomness from the seed and what the key is for, so no state needs saving.
 
-    key(seed, "order", epoch)                     the order of an epoch
-    key(seed, "parameter", name)                  a parameter's initial values
-    key(seed, "dropout", update, rank, micro)     dropout of one forward
-
-No generator's state needs to be saved, and none depends on how many draws came before.
+key(seed, "order", epoch)                     the order of an epoch
+key(seed, "parameter", name)                  a parameter's initial values
+key(seed, "dropout", update, rank, micro)     dropout of one forward
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Refuses URLs where a path of a file system is needed, and links that lead nowhere.
-
-`Path("s3://bucket/run")` would create a local folder `s3:`. Where an address of an object store may stand instead, see
-`lockstep.stores.addresses`.
-"""
+"""Refuses URLs where a local path is needed: `Path("s3://bucket/run")` would create a folder `s3:`."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ def url_refusal(text: str) -> str | None:
 
 
 def checked_path_text(text: str) -> str:
-    """Return `text`, for a config field that holds a path or a name. Raises ValueError if it is a URL."""
+    """Return `text`, a path or a name. Raises ValueError if it is a URL."""
     refusal = url_refusal(text)
     if refusal is not None:
         raise ValueError(refusal)

@@ -1,8 +1,4 @@
-"""Images and tables that user code logs, as plain values that can be pickled.
-
-tensor [3, 32, 32] --> LoggedImage(width 32, height 32, channels 3, pixels) --png()--> a file, TensorBoard, a tracker
-columns, rows      --> LoggedTable
-"""
+"""Images and tables that user code logs, as plain values that can be pickled."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ class LoggedImage:
 
     Attributes:
         channels: 1 (gray), 3 (RGB) or 4 (RGBA).
-        pixels: Row by row from the top, all channels of a pixel together.
+        pixels: Row by row from the top, channels together.
     """
 
     width: int
@@ -41,19 +37,14 @@ class LoggedImage:
 
 @dataclass(frozen=True, slots=True)
 class LoggedTable:
-    """A table.
-
-    Attributes:
-        rows: Each with a cell for each column.
-        left_out: Number of rows that were beyond the most that are kept.
-    """
+    """A table; `left_out` is the number of rows beyond the most that are kept."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     left_out: int = 0
 
     def markdown(self, most: int) -> str:
-        """Return the first `most` rows as a Markdown table, with the number of the rest below."""
+        """Return the first `most` rows as a Markdown table."""
         more = len(self.rows) - most + self.left_out if len(self.rows) > most else self.left_out
         lines = [_line(self.columns), _line(["---"] * len(self.columns)), *map(_line, self.rows[:most])]
         return "\n".join([*lines, *([f"\n{more:,} more rows"] if more else [])])

@@ -1,4 +1,4 @@
-"""The modes of a model, training or evaluation: each module has its own, such as a frozen part in evaluation."""
+"""Training and evaluation modes of a model; each module has its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Set the model to evaluation while the block runs; then each of its modules has its own mode again."""
+    """Set the model to evaluation while the block runs, then restore each module's mode."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -25,5 +25,5 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def in_training(model: nn.Module) -> nn.Module:
-    """Return the model, set to training if it is in evaluation as a whole, as `from_pretrained` returns it."""
+    """Return the model, set to training if it is in evaluation as a whole, as from `from_pretrained`."""
     return model if model.training else model.train()

@@ -29,17 +29,13 @@ _A_RUN = ("RUN", "--config", "FILE")
 
 
 def did_you_mean_run(path: Path) -> str:
-    """Return `; did you mean runs/digits?`, or what else it is, to end a message about a path that is no run's."""
+    """Return `; did you mean runs/digits?`, or what else it is, to end a message about a path."""
     foreign, near = peer_checkpoint(path), nearest_run(path)
     return f"; it {foreign}" if foreign is not None else f"; did you mean {near}?" if near is not None else ""
 
 
 def peer_checkpoint(path: Path, *target: str) -> str | None:
-    """Return what another program's checkpoint is, and the command that converts it; None: it isn't one.
-
-    Args:
-        target: What the command makes; none: a run.
-    """
+    """Return what another program's checkpoint is, and the command that converts it to `target` (none: a run)."""
     convert = f"`{command_line('lockstep', 'ckpt', 'import', path, *(target or _A_RUN))}`"
     if path.suffix in _WEIGHTS and path.is_file():
         return part_of_checkpoint(path) or f"has weights; {convert} makes a run of them"
@@ -60,7 +56,7 @@ def peer_checkpoint(path: Path, *target: str) -> str | None:
 
 
 def part_of_checkpoint(file: Path) -> str | None:
-    """Return what a file is that isn't a checkpoint by itself, and what to do instead; None: nothing known."""
+    """Return what a file is that isn't a checkpoint by itself, and what to do instead, if known."""
     if file.name.startswith("adapter_model."):
         return _UNMERGED
     if file.name.endswith(("_model_states.pt", "_optim_states.pt")):
@@ -82,7 +78,7 @@ def not_a_run(path: Path) -> ConfigError:
 
 
 def nearest_run(path: Path) -> Path | None:
-    """Return the run whose name is most similar to that of a path, beside it or where runs are by default."""
+    """Return the run with the most similar name, beside the path or where runs are by default."""
     for folder in dict.fromkeys((path.parent, _RUNS, Path())):
         by_name = {run.name: run for run in _runs_in(folder)}
         name = closest_match(path.name, by_name)

@@ -1,4 +1,4 @@
-"""The number of a run's hosts, `4`, or `2:4` for a run that continues while at least two are there; where they meet."""
+"""The number of hosts, `4` or `2:4` (MIN:MAX), and the address where they meet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _RANGE = re.compile(r"([1-9][0-9]*):([1-9][0-9]*)")
 
 
 def checked_nodes(nodes: int | str) -> int | str:
-    """Return a number or a range of hosts as it is. Raises ValueError with the nearest right value."""
+    """Return a number or a range of hosts. Raises ValueError."""
     if isinstance(nodes, int):
         return nodes
     match = _RANGE.fullmatch(nodes)
@@ -36,13 +36,13 @@ def is_elastic(nodes: int | str) -> bool:
 
 
 def checked_address(address: str) -> str:
-    """Return an address HOST:PORT as it is. Raises ValueError with an example."""
+    """Return an address HOST:PORT. Raises ValueError."""
     split_address(address)
     return address
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return the host of an address, an IPv6 one without its brackets, and its port."""
+    """Return host and port; an IPv6 host without its brackets. Raises ValueError."""
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:

@@ -1,10 +1,4 @@
-"""Recognizes out-of-memory errors: how much was requested, and where in a run.
-
-    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 6442450944 bytes ...")
-        out_of_memory_cause --> this error; requested_bytes --> 6442450944; error_location --> "in the backward ..."
-
-Recognizes the messages of torch, CUDA, numpy and Python without importing any of them.
-"""
+"""Recognizes out-of-memory errors of torch, CUDA, numpy and Python, without importing any of them."""
 
 from __future__ import annotations
 
@@ -24,7 +18,7 @@ _UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 <
 
 
 class ErrorLocation(str):
-    """A note on an exception that states where in a run it was raised."""
+    """A note on an exception that says where in a run it was raised."""
 
     phase: Phase
 
@@ -38,14 +32,14 @@ class ErrorLocation(str):
 
 
 def note_location(error: BaseException, phase: Phase, text: str) -> None:
-    """Add a note to `error` on where it was raised, such as "in the forward pass of update 3"."""
+    """Add a note to `error` on where it was raised, such as "in the forward pass of step 3"."""
     error.add_note(ErrorLocation(phase, text))
 
 
 def error_location(error: BaseException) -> ErrorLocation | None:
-    """Return the innermost location noted on the error or on those it was raised from; None if there is none.
+    """Return the innermost location noted on the error or its causes; None if there is none.
 
-    Samples that are read for an evaluation are a part of it: their number is that of its micro-batches.
+    Samples read for an evaluation are a part of it.
     """
     notes = (note for link in reversed(list(causes(error))) for note in getattr(link, "__notes__", ()))
     places = [note for note in notes if isinstance(note, ErrorLocation)]
@@ -56,18 +50,18 @@ def error_location(error: BaseException) -> ErrorLocation | None:
 
 
 def out_of_memory_cause(error: BaseException) -> BaseException | None:
-    """Return the out-of-memory error among the error and those it was raised from; None if there is none."""
+    """Return the out-of-memory error among the error and its causes, if any."""
     return next((link for link in causes(error) if _means_memory(link)), None)
 
 
 def requested_bytes(error: BaseException) -> int | None:
-    """Return the bytes of the failed allocation; None if the error doesn't state them."""
+    """Return the bytes of the failed allocation, if the error says so."""
     match = _REQUESTED.search(str(error))
     return int(float(match[1]) * _UNITS[match[2].lower()]) if match else None
 
 
 def lacks_shared_memory(error: BaseException) -> bool:
-    """Return whether an out-of-memory error is of /dev/shm, through which data workers pass tensors."""
+    """Return whether /dev/shm is full, through which data workers pass tensors."""
     return "shared memory" in str(error)
 
 

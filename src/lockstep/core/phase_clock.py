@@ -1,12 +1,10 @@
-"""The clock of a rank: where the time of its updates goes.
+"""The clock of a rank: where the time of its steps goes.
 
     mark         DATA     FORWARD      BACKWARD    COMMUNICATION   BACKWARD  OPTIMIZER   HOST        updated()
     main thread  |--------|------------|-----------|---------------|---------|-----------|-----------|
-    device       the same marks as events of its stream, in one of several updates, read once they have happened
+    device       the same marks as events of its stream, in one of several steps, read once they have happened
 
-Every moment belongs to one phase, so the phases of an update add up to its time. A mark costs 0.3 us, and is also the
-rank's heartbeat, by which its launcher sees that it moves (`core.heartbeat`). Phases on a device are those of its
-stream: time in which the host was ahead of it belongs to what the device did.
+Every moment belongs to one phase. A mark costs 0.3 us, and is also the rank's heartbeat (`core.heartbeat`).
 """
 
 from __future__ import annotations
@@ -54,10 +52,9 @@ _MAX_WAITING = 4  # measured updates whose events haven't been read
 
 @dataclass(slots=True)
 class Durations:
-    """The distribution of durations in bins of 2 %, with exact moments.
+    """A histogram of durations in bins of 2 %, with exact moments.
 
     Attributes:
-        bins: Counts by bin.
         total: Sum in seconds.
         squares: Sum of squares in seconds squared.
         low, high: Shortest and longest; infinity and 0 if there is none.
@@ -85,7 +82,7 @@ class Durations:
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
 
     def since(self, earlier: Durations) -> Durations:
-        """Return what was added since `earlier`; its extremes are those of its bins, to 1 %."""
+        """Return what was added since `earlier`; its extremes are exact to 1 %."""
         bins = self.bins - earlier.bins
         low, high = (math.exp(index * _RATIO) for index in (min(bins), max(bins))) if bins else (math.inf, 0.0)
         return Durations(
@@ -118,12 +115,12 @@ class Durations:
 
 @dataclass(slots=True)
 class UpdateTimes:
-    """Times of the updates in some interval.
+    """Times of the steps in some interval.
 
     Attributes:
-        durations: Of whole updates, without evaluations.
-        split: Seconds by `Phase`, over the updates whose phases were measured.
-        measured: Number of these updates: all on a CPU, one of several on a device.
+        durations: Of whole steps, without evaluations.
+        split: Seconds by `Phase`, over the steps whose phases were measured.
+        measured: Number of these steps: all on a CPU, one of several on a device.
         evaluation: Seconds of evaluations.
     """
 
@@ -150,11 +147,10 @@ class UpdateTimes:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The place of a rank in its updates at a moment.
+    """Where a rank is in its steps.
 
     Attributes:
-        updates: Ended since the clock was made.
-        phase: In which it is.
+        updates: Steps ended since the clock was made.
         seconds: Since the phase began.
     """
 
@@ -164,11 +160,10 @@ class Position:
 
 
 class PhaseClock:
-    """Measures the phases of one rank's updates. Marks come from the thread that trains, `take` from any.
+    """Measures the phases of one rank's steps. Marks come from the thread that trains, `take` from any.
 
     Args:
-        mark: Returns an event with a time (`torch.cuda.Event(enable_timing=True)`), recorded on the stream of a device
-            that does the work; None: the host's clock counts.
+        mark: Returns an event with a time, recorded on the device's stream; None: the host's clock counts.
     """
 
     def __init__(self, mark: Callable[[], Any] | None = None, now: Callable[[], float] = time.perf_counter) -> None:
@@ -186,7 +181,7 @@ class PhaseClock:
         self._beat = heartbeat.own().numbers
 
     def record(self) -> None:
-        """Keep the marks from now on, for a profile; the first one is the end of the latest update."""
+        """Keep the marks from now on, for a profile."""
         self._marks = [(self._ended, None), (self._ended, Phase.HOST), (self._now(), self._phase)]
 
     def recorded(self) -> list[Mark]:
@@ -195,7 +190,7 @@ class PhaseClock:
         return marks
 
     def enter(self, phase: Phase) -> Phase:
-        """Begin a phase; return the one that it interrupts, to enter again when it is over."""
+        """Begin a phase; return the one that it interrupts."""
         now, before = self._now(), self._phase
         if phase is _COMMUNICATION and before in _WHOLE:
             phase = before
@@ -221,7 +216,7 @@ class PhaseClock:
             self.enter(before)
 
     def updated(self) -> None:
-        """End an update; what follows belongs to the next one."""
+        """End a step."""
         self.enter(Phase.HOST)
         self._ended = self._since
         if self._marks is not None:
@@ -254,7 +249,7 @@ class PhaseClock:
         return Position(self._updates, self._phase, self._now() - self._since)
 
     def _measure_on_device(self, times: UpdateTimes, mark: Callable[[], Any]) -> None:
-        """End the measurement of an update, begin that of the next if it is its turn, and read those that are done."""
+        """End a step's measurement, begin the next if it is its turn, and read those that are done."""
         if self._events is not None:
             self._events.append((Phase.HOST, mark()))
             self._waiting.append(self._events)

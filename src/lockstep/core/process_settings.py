@@ -17,10 +17,7 @@ _MALLOC_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THR
 
 
 def open_closed_streams() -> None:
-    """Replace each closed standard stream with /dev/null, for this process and those that it starts.
-
-    After `lockstep train ... >&-`, Python sets it to None, and the next file that is opened gets its descriptor.
-    """
+    """Replace closed standard streams (`>&-`) with /dev/null: the next file would get their descriptors."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is not None:
             continue
@@ -30,10 +27,7 @@ def open_closed_streams() -> None:
 
 
 def raise_open_file_limit() -> None:
-    """Raise the soft limit of open files, often 1,024, as far as the hard one allows.
-
-    Data workers pass tensors as open files, and a relay has connections of all ranks.
-    """
+    """Raise the soft limit of open files: data workers pass tensors as files, relays have many connections."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -45,10 +39,9 @@ def raise_open_file_limit() -> None:
 
 @cache  # forked processes inherit it
 def keep_freed_memory() -> bool:
-    """Let this process keep the memory that it frees; return whether it does. The user's malloc settings have priority.
+    """Keep freed memory in this process, unless the user has malloc settings; return whether it does.
 
-    Each forward allocates what the last backward freed. The C library returns large blocks to the system in between,
-    and gets them again page by page: some 4,000 page faults an update of the default recipe, a tenth of its time.
+    glibc would return large blocks after each backward, and get them again page by page: a tenth of a small step.
     """
     import ctypes
 
@@ -62,11 +55,7 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def paused_collection() -> Iterator[None]:
-    """Collect no garbage while the block runs; what it drops is freed all the same.
-
-    Ten thousand new objects would start a collection, which looks at every object of the process: 0.3 s with torch and
-    a model of 10,000 tensors.
-    """
+    """Pause the garbage collector in the block: a collection looks at every object, 0.3 s with torch."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

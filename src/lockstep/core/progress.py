@@ -1,7 +1,4 @@
-"""The progress of a run: a value, identical on every rank.
-
-Schedules, evaluations and the data order are functions of it; nothing else needs to be saved or kept in step.
-"""
+"""The progress of a run: a value, identical on every rank, of which schedules and data order are functions."""
 
 from __future__ import annotations
 
@@ -10,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a run, counted in attempted updates.
+    """The progress of a run, counted in attempted steps.
 
     Attributes:
-        steps: Attempted updates, kept or discarded.
-        samples: Samples consumed, over all ranks: the data cursor.
-        tokens: Tokens consumed, over all ranks, without padding tokens and padding samples.
+        steps: Kept or discarded.
+        samples: Over all ranks: the data cursor.
+        tokens: Over all ranks, without padding.
     """
 
     steps: int = 0
@@ -23,12 +20,12 @@ class Progress:
     tokens: int = 0
 
     def advance(self, samples: int, tokens: int) -> Progress:
-        """Return the progress one update later."""
+        """Return the progress one step later."""
         return Progress(self.steps + 1, self.samples + samples, self.tokens + tokens)
 
 
 class _Running:
-    """The session that trains or evaluates in this process, for what user code asks."""
+    """The session that trains or evaluates in this process."""
 
     progress = Progress()
 
@@ -37,9 +34,8 @@ running = _Running()
 
 
 def step() -> int:
-    """Return the number of updates that the run has made: 0 in all micro-batches of its first update.
+    """Return the number of steps that the run has made: 0 in all micro-batches of the first.
 
-    For a model or an objective that changes with the update, such as the weight of a term that grows: a count of
-    forwards would depend on the number of micro-batches.
+    For a model or objective that changes with the step: a count of forwards would depend on the micro-batches.
     """
     return running.progress.steps

@@ -1,14 +1,9 @@
-"""Reads the environment variables that make a process a rank.
+"""Reads the environment variables that make a process a rank: torchrun's, and some of Lockstep's launcher.
 
-    any launcher sets     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT      as torchrun names them
-    Lockstep's adds       LOCAL_WORLD_SIZE, LOCKSTEP_LAUNCHER, LOCKSTEP_NODES, ..., for rank 0 LOCKSTEP_STORE_FD
-                          --> RankEnvironment.read(os.environ), the same under every launcher
-
-LOCKSTEP_STORE_FD is the file descriptor of a socket that already listens on MASTER_PORT, on loopback only: rank 0
-creates its store from it (`TCPStore(..., master_listen_fd=...)`), so no other process can take the port in between.
-LOCKSTEP_LAUNCHER is the process id of Lockstep's launcher. LOCKSTEP_NODES is the number of hosts; on several,
-MASTER_PORT is a port on loopback of each, from which the launchers forward connections to the store, and
-LOCKSTEP_ADDRESS is this host's address on the network on which the launchers have met.
+LOCKSTEP_STORE_FD   for rank 0: a socket that already listens on MASTER_PORT, so that no other process can take the port
+LOCKSTEP_LAUNCHER   process id of Lockstep's launcher
+LOCKSTEP_NODES      number of hosts; on several, MASTER_PORT is on each host's loopback, and launchers forward it
+LOCKSTEP_ADDRESS    this host's address on the network on which the launchers have met
 """
 
 from __future__ import annotations
@@ -30,17 +25,15 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """The rank of a process, as its environment variables describe it.
+    """The rank of a process.
 
     Attributes:
-        rank: Among all ranks, from 0.
-        local_rank: Among the ranks on this machine, from 0.
-        local_world_size: Number of ranks on this machine.
-        master_addr, master_port: Address of rank 0's store. Port 0: a single rank, which can use any port.
+        local_rank, local_world_size: Among the ranks on this machine.
+        master_addr, master_port: Of rank 0's store. Port 0: a single rank.
         store_fd: Descriptor of a socket that listens there already; only for rank 0 of Lockstep's launcher.
-        agent_store: Whether torchrun's agent keeps the store, with all that earlier ranks of it have left there.
-        launch_id: The id that an elastic launcher gives all ranks, also those that it starts again; empty: none.
-        one_machine: Whether all ranks are known to be on this machine, and other machines need not reach them.
+        agent_store: torchrun's agent keeps the store, with all that earlier ranks have left there.
+        launch_id: The id that an elastic launcher gives all ranks, also restarted ones; empty: none.
+        one_machine: All ranks are known to be on this machine.
     """
 
     rank: int = 0
@@ -63,11 +56,10 @@ class RankEnvironment:
     def read(cls, environ: Mapping[str, str]) -> RankEnvironment:
         """Return the rank that `environ` describes; a single one if it has neither RANK nor WORLD_SIZE.
 
-        LOCAL_WORLD_SIZE may be missing (DeepSpeed's launcher sets LOCAL_SIZE, others neither): all ranks are then
-        assumed to be on this machine.
+        Without LOCAL_WORLD_SIZE (or DeepSpeed's LOCAL_SIZE), all ranks are assumed to be on this machine.
 
         Raises:
-            ConfigError: Variables are missing or contradict each other; it names all of them.
+            ConfigError: Lists the variables that are missing or wrong.
         """
         if not names_a_rank(environ):
             return cls()
@@ -93,7 +85,7 @@ class RankEnvironment:
         return environment
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that describe this rank to `read`."""
+        """Return the environment variables for `read`."""
         variables = {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -119,17 +111,17 @@ class RankEnvironment:
 
 
 def names_a_rank(environ: Mapping[str, str]) -> bool:
-    """Return whether a launcher made this process a rank; `RankEnvironment.read` reports variables that are missing."""
+    """Return whether a launcher made this process a rank."""
     return "RANK" in environ or "WORLD_SIZE" in environ
 
 
 def started_by_lockstep(environ: Mapping[str, str]) -> bool:
-    """Return whether Lockstep's launcher started this process as a rank, or is this process (with one rank)."""
+    """Return whether Lockstep's launcher started this process as a rank, or is this process (one rank)."""
     return environ.get(LAUNCHER) in (str(os.getpid()), str(os.getppid()))
 
 
 def _require(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError unless the variables of torch's `env://` are set, and LOCAL_RANK, which chooses the GPU."""
+    """Raise ConfigError unless the variables of torch's `env://` are set, and LOCAL_RANK."""
     needed = _NEEDED[:2] if environ.get("WORLD_SIZE") == "1" else _NEEDED
     if missing := [name for name in needed if name not in environ]:
         variables = ", ".join(f"{name}={environ[name]}" for name in needed if name in environ)

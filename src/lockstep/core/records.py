@@ -18,13 +18,13 @@ TARGETS = ("labels", "label", "targets", "target")
 
 @dataclass(frozen=True, slots=True)
 class LeftOutSample:
-    """A sample that is left out of its update, and of those of all later epochs, such as one that can't be read.
+    """A sample that is left out of its step, and of all later epochs, such as one that can't be read.
 
     Attributes:
         index: In the dataset.
         reason: The exception and the line that raised it, or what else leaves it out.
         position: The first one, in the order of the run, over all epochs; -1: not known yet.
-        until: Position from which it is used again, because the config no longer leaves it out; None: it never is.
+        until: Position from which it is used again, because the config no longer leaves it out.
     """
 
     index: int
@@ -38,12 +38,10 @@ class Batch:
     """One micro-batch: the samples of one forward and backward.
 
     Attributes:
-        inputs: Keyword arguments of the model's forward (a mapping) or its positional ones (a tuple); tensors are
-            [samples, ...].
+        inputs: Arguments of the model's forward; tensors are [samples, ...].
         targets: What the objective compares the outputs with; the model does not get it.
-        samples: Number of samples. 0 marks padding samples: they are computed so that all ranks call the same
-            collectives, and their loss, count and metrics have no weight.
-        tokens: Number of tokens without padding; for data without tokens, of samples.
+        samples: 0 marks padding, which is computed so that all ranks call the same collectives, and has no weight.
+        tokens: Without padding; for data without tokens, samples.
         left_out: Samples that belong to the micro-batch and are not in it.
     """
 
@@ -56,15 +54,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """A rank's share of the samples of one update, and the cursor after them.
+    """A rank's share of the samples of one step, and the cursor after them.
 
     Attributes:
         micro_batches: The same number on every rank.
-        samples: Number of samples over all ranks, without padding samples, with those that are left out.
+        samples: Over all ranks, without padding, with those that are left out.
         count: Valid targets in this rank's share, by the objective; with class weights the sum of their weights.
-        epoch: From 0.
-        cursor: Samples consumed by the run after this update.
-        step: Number of the update, from 0.
+        epoch, step: From 0.
+        cursor: Samples consumed by the run after this step.
         digest: Identifies the samples of this rank's share (`data.order`).
         left_out: Samples of this rank's share that are left out.
     """
@@ -85,11 +82,11 @@ class DataFacts:
     """Sizes of a dataset, for planning.
 
     Attributes:
-        samples: Number of samples in one epoch.
+        samples: In one epoch.
         tokens_per_sample: None if samples differ.
         vocabulary: Number of token ids, if there are tokens.
-        bytes_per_token: Mean, if the tokens stand for text whose bytes are known (1 for bytes themselves).
-        padding: Token id that pads samples to a common length, if a tokenizer has one.
+        bytes_per_token: Mean, if tokens stand for text.
+        padding: Token id of padding, if a tokenizer has one.
     """
 
     samples: int
@@ -102,7 +99,7 @@ class DataFacts:
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """The size of a parameter, without its tensor. `dtype` is torch's name of it, such as `float32`."""
+    """Size and dtype (torch's name) of a parameter, without its tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -121,13 +118,12 @@ class ParameterFacts:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Everything that an update changes, under names that do not depend on the mesh.
+    """Everything that a step changes, under names that do not depend on the mesh.
 
     Attributes:
-        tensors: `model.PARAMETER_OR_BUFFER`, `optimizer.ENTRY.PARAMETER`, ...: the live tensors (a DTensor where a rank
-            holds a shard), or those to load into them.
-        values: Everything that is not a tensor, as JSON values.
-        changes_in_forward: Names of tensors that a forward may change, not only an update (running means).
+        tensors: `model.NAME`, `optimizer.ENTRY.PARAMETER`, ...: live tensors (DTensors if sharded), or those to load.
+        values: The rest, as JSON values.
+        changes_in_forward: Names of tensors that a forward may change (running means).
     """
 
     tensors: Mapping[str, Any]
@@ -136,7 +132,7 @@ class TrainingState:
 
 
 class Request(Enum):
-    """A request to the run between two updates, with a slot in the vote: all ranks receive it at the same update."""
+    """A request to the run between two steps, with a slot in the vote: all ranks receive it at the same step."""
 
     STOP = 0  # a monitor ends the run, as early stopping does
     EVALUATE = 1
@@ -159,7 +155,7 @@ class Tally(Enum):
 
 
 class Verdict(Enum):
-    """The outcome of an update: kept, or the reason why it was discarded."""
+    """The outcome of a step: kept, or the reason why it was discarded."""
 
     KEPT = 0
     OVERFLOW = 1  # fp16 gradients overflowed the loss scale: expected occasionally; the scale is reduced
@@ -169,23 +165,22 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The result of one update, identical on every rank.
+    """The result of one step, identical on every rank.
 
     Attributes:
-        step: The update's number, from 1.
+        step: From 1.
         samples, tokens: Consumed by the run so far.
-        epoch: Epoch of the update's samples, from 0.
-        loss: Mean over all valid targets of the update; NaN if it has none.
-        count: Valid targets of the update, over all ranks; 0: all of its samples are left out, or have no target.
+        epoch: Epoch of the step's samples, from 0.
+        loss: Mean over all valid targets; NaN if there are none.
+        count: Valid targets over all ranks.
         grad_norm: Global 2-norm of the gradient of `loss`, before clipping.
-        lr: Learning rate of the update, for groups whose `lr_scale` is 1.
-        verdict: Whether the update was kept, and why not.
+        lr: Learning rate of groups whose `lr_scale` is 1.
         loss_scale: 1 unless the compute precision is fp16.
-        discarded: Updates discarded so far, including this one.
-        seconds: Time since the run's first update began.
-        update_samples, update_tokens: Consumed by this update.
-        requests: Made by any rank since the previous update.
-        spike: Which number makes the update a spike, and the limit; empty if none does. It may have been kept.
+        discarded: Steps discarded so far, including this one.
+        seconds: Since the run's first step began.
+        update_samples, update_tokens: Consumed by this step.
+        requests: Made by any rank since the previous step.
+        spike: Which number is a spike, and the limit; empty if none is. The step may have been kept.
     """
 
     step: int
@@ -215,9 +210,9 @@ class EvaluationReport:
     """The result of an evaluation set, exact over all ranks.
 
     Attributes:
-        name: Name of the evaluation set.
-        step: Number of updates made before.
-        metrics: Values by name, always with `loss`.
+        name: Of the evaluation set.
+        step: Steps made before.
+        metrics: By name, always with `loss`.
     """
 
     name: str
@@ -229,15 +224,15 @@ class EvaluationReport:
 
 @dataclass(frozen=True, slots=True)
 class NumbersReport:
-    """The facts about an update whose numbers are bad, and what was done about it.
+    """A step with bad numbers, and what was done about it.
 
     Attributes:
-        step: The update after which it is recorded.
+        step: The step after which it is recorded.
         update: The bad one.
         what: Its loss and gradient norm, or what makes it a spike.
-        action: What was done: `kept`, `discarded`, `repeated`, `left out`, `rolled back` or `stopped`.
-        samples: Those that are suspected: of the whole update, of a micro-batch, or single ones that were found.
-        where: The micro-batch that has them, or how they were found; empty: they are those of the whole update.
+        action: `kept`, `discarded`, `repeated`, `left out`, `rolled back` or `stopped`.
+        samples: The suspects: of the whole step, of a micro-batch, or single ones.
+        where: The micro-batch that has them, or how they were found; empty: the whole step.
     """
 
     step: int
@@ -253,9 +248,9 @@ class RestartReport:
     """The position from which a run resumes.
 
     Attributes:
-        attempt: Number of this attempt, from 1.
-        step: Step of the checkpoint; updates after it are repeated, if an earlier attempt made them.
-        samples: Samples consumed by the run up to this step.
+        attempt: From 1.
+        step: Step of the checkpoint.
+        samples: Consumed by the run up to this step.
     """
 
     attempt: int
@@ -268,13 +263,13 @@ class SaveReport:
     """The result of one save.
 
     Attributes:
-        step: Number of the update after which it was made.
+        step: Step after which it was made.
         size: Bytes of all ranks' files.
-        seconds: Time from its start until it was published.
-        lost: Seconds that training on the first rank waited for it.
+        seconds: From its start until it was published.
+        lost: Seconds that training on rank 0 waited for it.
         failure: Why the checkpoint does not exist; None if it does.
-        made_room: Whether an older checkpoint was deleted because the disk was full: another attempt may succeed.
-        newest: Step of the newest checkpoint, if this one does not exist; None if there is none, or if it is unknown.
+        made_room: An older checkpoint was deleted because the disk was full: another attempt may succeed.
+        newest: Step of the newest checkpoint, if this one does not exist.
     """
 
     step: int
@@ -288,19 +283,19 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """Facts of a run that its start prints and its folder records: the config's choices as resolved.
+    """Facts of a run that its start prints and its folder records.
 
     Attributes:
         recipe: Name of the run.
-        steps: None if it is unknown in advance (a budget of tokens over data of varying length).
-        global_size: Samples of an update: micro_size x accumulation x shares where that divides.
+        steps: None if unknown in advance (a budget of tokens over data of varying length).
+        global_size: Samples of a step.
         parameters, trainable: Numbers of elements.
-        peak_flops: Peak FLOP/s of one rank's device in the precision of matrix products; None if unknown.
-        flops_per_token: FLOPs of forward and backward; None if unknown.
-        resumed_from: Step of the checkpoint that this attempt resumed from; None if it started from the beginning.
-        shares: Number of ranks that get different samples; None for all.
-        notes: Further facts for the user, one sentence each.
-        again: Whether the launcher has started the ranks again.
+        peak_flops: FLOP/s of one rank's device in the precision of matrix products; None if unknown.
+        flops_per_token: Of forward and backward; None if unknown.
+        resumed_from: Step of the checkpoint that this attempt resumed from, if any.
+        shares: Ranks that get different samples; None for all.
+        notes: For the user, one sentence each.
+        again: The launcher has restarted the ranks.
     """
 
     recipe: str

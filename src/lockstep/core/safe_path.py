@@ -1,14 +1,8 @@
-"""Keeps the working folder out of the module search path.
+"""Keeps the working folder out of the module search path, where a yaml.py would be imported instead of PyYAML.
 
-    python -m lockstep         puts the working folder first: a yaml.py there would be imported instead of PyYAML
-    a spawned interpreter      does the same, before it runs anything
-
-`core.extensions` can still import users' modules from there, once a config names them: it appends the folder to the
-path.
-
-This module is imported while the path isn't safe yet, so it imports only what Python has imported already. It can't
-protect what `python -m` imports before it (`importlib`, and `lockstep` itself); the command `lockstep`, and
-`python -P -m lockstep`, never search the folder.
+`python -m lockstep` and spawned interpreters put it first. `core.extensions` appends it for users' modules. This module
+imports only what Python has imported already. What `python -m` imports before it can't be protected; `lockstep` and
+`python -P -m lockstep` never search the folder.
 """
 
 import os
@@ -19,10 +13,7 @@ _SET_HERE = "set by lockstep"
 
 
 def leave_working_folder() -> None:
-    """Remove the working folder from the path, if this process is `python -m lockstep`.
-
-    A folder that Lockstep itself was imported from stays.
-    """
+    """Remove the working folder from the path of `python -m lockstep`, unless Lockstep is imported from it."""
     if sys.flags.safe_path or sys.argv[:1] != ["-m"] or not _runs_lockstep(sys.orig_argv[1:]):
         return
     if not __file__.startswith(f"{sys.path[0]}/lockstep/core/"):
@@ -30,7 +21,7 @@ def leave_working_folder() -> None:
 
 
 def _runs_lockstep(words: list[str]) -> bool:
-    """Return whether the interpreter was started with `-m lockstep`, or `-m` and one of its modules."""
+    """Return whether the interpreter was started with `-m lockstep` or one of its modules."""
     for word, following in zip(words, [*words[1:], ""]):  # noqa: B905  # `strict` has no meaning here
         if word.startswith("-") and not word.startswith("--") and word.endswith("m"):
             return following.split(".")[0] == "lockstep"
@@ -40,10 +31,7 @@ def _runs_lockstep(words: list[str]) -> bool:
 
 
 class safe_interpreters:  # noqa: N801  # read as `with safe_interpreters():`; contextlib isn't imported yet
-    """A context in which interpreters that are started don't search the working folder.
-
-    Their own child processes may: they call `let_children_search`.
-    """
+    """A context in which interpreters that are started don't search the working folder."""
 
     def __enter__(self) -> None:
         self._before = os.environ.get(VARIABLE)
@@ -58,6 +46,6 @@ class safe_interpreters:  # noqa: N801  # read as `with safe_interpreters():`; c
 
 
 def let_children_search() -> None:
-    """Unset what `safe_interpreters` has set for this interpreter; keep what users set."""
+    """Undo `safe_interpreters` for the children of this interpreter."""
     if os.environ.get(VARIABLE) == _SET_HERE:
         del os.environ[VARIABLE]

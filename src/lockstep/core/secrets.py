@@ -1,11 +1,9 @@
-"""Recognizes secrets, by a value's name and by its form, and hides them.
+"""Recognizes secrets by a value's name and by its form, and hides them in all that a run writes.
 
-    WANDB_API_KEY=...                    hidden completely, because of its name
-    https://me:hunter2@example.org/a     https://(hidden)@example.org/a
-    hf_..., ghp_..., AKIA..., eyJ...     hidden anywhere in a text
-    api_key=..., "password": "a1b2c3d4"  likewise
-
-All that a run writes (config, environment, manifests, report, logs) passes through here.
+WANDB_API_KEY=...                    hidden completely, because of its name
+https://me:hunter2@example.org/a     https://(hidden)@example.org/a
+hf_..., ghp_..., AKIA..., eyJ...     hidden anywhere in a text
+api_key=..., "password": "a1b2c3d4"  likewise
 """
 
 from __future__ import annotations
@@ -82,7 +80,7 @@ def without_secrets(text: str) -> str:
 
 
 def names_a_secret(name: str) -> bool:
-    """Return whether an environment variable, a flag or a key of this name is likely to hold a secret."""
+    """Return whether a variable, flag or key of this name is likely to hold a secret."""
     if name in _NO_SECRETS:
         return False
     words = [part.lower() for part in _PARTS.findall(name)]
@@ -92,7 +90,7 @@ def names_a_secret(name: str) -> bool:
 
 
 def is_harmless_variable(name: str) -> bool:
-    """Return whether an environment variable of this name tunes libraries and can't hold a secret or run code."""
+    """Return whether a variable tunes libraries, and can't hold a secret or run code."""
     return name in _TUNING or (_TUNES.match(name) is not None and not names_a_secret(name))
 
 
@@ -102,10 +100,9 @@ def hidden_variable(name: str, value: str) -> str:
 
 
 def hidden_setting(name: str, value: str) -> str:
-    """Return the value of a config's key as it may be written to a file.
+    """Return the value of a config's key as it may be written.
 
-    Columns and patterns in a config may also be called `key`, `token` or `auth`: under such a name, a value that looks
-    like a plain word is kept.
+    Columns may also be called `key` or `token`: under such a name, a plain word is kept.
     """
     strong = (
         name.lower() == "token"
@@ -127,12 +124,12 @@ def masked(text: str, secrets: tuple[str, ...]) -> str:
 
 
 def shareable(text: str) -> str:
-    """Return a text as it may be written to a run's folder: without the secrets that this process knows."""
+    """Return a text without the secrets that this process knows."""
     return masked(text, secrets_in(os.environ))
 
 
 def secrets_in(variables: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the values of variables that hold secrets, the longest first, without those too short to be masked."""
+    """Return the values of variables that hold secrets, the longest first."""
     secrets = {value for name, value in variables.items() if len(value) >= _SHORTEST and names_a_secret(name)}
     return tuple(sorted(secrets, key=len, reverse=True))
 

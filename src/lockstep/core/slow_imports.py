@@ -1,7 +1,6 @@
-"""Imports that take seconds, made in a thread beside the training.
+"""Imports that take seconds, in a thread beside the training.
 
-A process that is forked while a thread imports a module has the module's lock, without the thread that would
-release it: a worker of a loader that imports the same module would wait for ever. So a fork waits for the import.
+A fork during an import would inherit the module's lock without the thread that releases it, so forks wait for it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def import_beside(name: str) -> Any:
 
 @contextmanager
 def not_importable(name: str) -> Iterator[None]:
-    """Let a module, unless it is there already, count as not installed for what the block imports."""
+    """Make a module, unless it is imported already, count as not installed in the block."""
     with _importing:
         is_there = name in sys.modules
         if not is_there:

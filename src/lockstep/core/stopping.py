@@ -1,17 +1,14 @@
-"""Signals before the first update, and processes that end together: one sentence, and an exit code, at once.
+"""Signals before the first step, and processes that end together.
 
-    command starts ---- imports, checks, run folder, ranks ---- first update -------------------------- done
+    command starts ---- imports, checks, run folder, ranks ---- first step ---------------------------- done
     SIGTERM, SIGUSR1    undo, one sentence, exit code 75        `resilience.signals`: stop and save     no effect
     SIGINT, SIGHUP      the same, exit code 130                 the same                                no effect
     SIGUSR2             no effect                               save and continue                       no effect
 
-SIGTERM and SIGUSR1 are what schedulers send: the run is to be started again (75), though it has saved nothing yet.
+SIGTERM and SIGUSR1 are what schedulers send: exit code 75 asks them to start the run again. An exception raised by a
+signal handler could be lost or change its meaning (in an import, a destructor, C++), so the process just ends.
 
-An exception raised by a signal handler would be lost or change its meaning depending on where it arrives: an import
-turns it into another error, a destructor swallows it, C++ aborts. Until the first update a run has nothing that a
-SIGKILL would damage, so the process just ends.
-
-Imports nothing that takes time: the command installs these handlers before anything else.
+The command imports this module first, so it imports nothing slow.
 """
 
 from __future__ import annotations
@@ -48,15 +45,12 @@ def code_at_once() -> int:
 
 
 def stop_code(number: int) -> int:
-    """Return the exit code of a run that a signal has stopped before it had anything to save."""
+    """Return the exit code of a run that a signal stopped before it had anything to save."""
     return _CODE_OF_SCHEDULERS if number in _SCHEDULERS else _CODE
 
 
 class StartHandler:
-    """A signal handler for the time before the first update: calls `act` with the signal's number.
-
-    A process forked from this one handles the signal by its default action.
-    """
+    """A signal handler until the first step. In a forked process the signal has its default action."""
 
     def __init__(self, act: Callable[[int], None]) -> None:
         self._process = os.getpid()
@@ -70,7 +64,7 @@ class StartHandler:
 
 
 def no_effect(number: int, frame: FrameType | None) -> None:
-    """Handle a signal by doing nothing. Unlike SIG_IGN, programs that this process starts don't inherit it."""
+    """Do nothing. Unlike SIG_IGN, programs that this process starts don't inherit it."""
 
 
 def die_of(number: int) -> None:
@@ -82,14 +76,12 @@ def die_of(number: int) -> None:
 
 @contextmanager
 def handled_signals(stop: Handler, save: Handler, *, last: bool = True) -> Iterator[None]:
-    """Handle stop signals and SIGUSR2 while the block runs, if this is the main thread: Python allows it no other.
+    """Handle stop signals and SIGUSR2 while the block runs, if this is the main thread.
 
-    SIGINT and SIGHUP stay ignored if the parent process has them ignored. Afterwards, the handlers of a program that
-    calls Lockstep are restored.
+    SIGINT and SIGHUP stay ignored if the parent has them ignored. Afterwards the earlier handlers are restored.
 
     Args:
-        last: The command ends after the block, with an exit code that is known by then. Its own handlers are not
-            restored: a late signal must not change the code.
+        last: The command ends after the block: don't restore its own handlers, which would change the exit code.
     """
     import threading
 
@@ -109,11 +101,10 @@ def handled_signals(stop: Handler, save: Handler, *, last: bool = True) -> Itera
 
 @contextmanager
 def blocked_signals(*, forks: bool) -> Iterator[None]:
-    """Block signals until the block is left; processes started within unblock them when they are ready.
+    """Block signals in the block; processes that it starts unblock them when they are ready.
 
     Args:
-        forks: Whether the processes are forked. If not, multiprocessing also starts one that tracks resources, and
-            unblocks signals afterwards.
+        forks: The processes are forked. If not, multiprocessing's resource tracker is started first.
     """
     if not forks:
         from multiprocessing import resource_tracker
@@ -133,7 +124,7 @@ def stop_at_once(*, trains: bool = False) -> None:
     """Make stop signals end this command: call what `undo_on_stop` registered, print one sentence, exit.
 
     Args:
-        trains: Whether the command trains a run, which a scheduler that stops it is to start again.
+        trains: The command trains, so that a scheduler is to start it again.
     """
     for number in STOP_SIGNALS:
         if _is_handled(number):
@@ -144,7 +135,7 @@ def stop_at_once(*, trains: bool = False) -> None:
 
 @contextmanager
 def undo_on_stop(undo: Callable[[], None]) -> Iterator[None]:
-    """Call `undo`, inside the signal handler, if a signal ends the command while the block runs."""
+    """Call `undo` inside the signal handler if a signal ends the command during the block."""
     _undo_steps.append(undo)
     try:
         yield
@@ -159,7 +150,7 @@ def write_stderr(text: str) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends, for whatever reason; only on Linux."""
+    """Have the kernel kill this process when its parent ends; only on Linux."""
     import ctypes
 
     if sys.platform != "linux":
@@ -170,7 +161,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def exit_with_process(process: int) -> None:
-    """Exit when a process ends that isn't the parent: a thread waits for it; only on Linux."""
+    """Exit when a process ends that isn't the parent; only on Linux."""
     import select
     import threading
 

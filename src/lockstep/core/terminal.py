@@ -1,11 +1,8 @@
-"""Escapes control characters in printed text, so that it can't control the terminal.
+r"""Escapes control characters in printed text: names, keys and generated texts must not control the terminal.
 
-    ESC ] 0 ; evil BEL   -->  \\x1b]0;evil\\x07        control characters, C0 and C1
-    U+202E               -->  \\u202e                 characters that reverse the direction of text
-    a lone surrogate     -->  \\ud800                 not printable in any terminal
+    ESC ] 0 ; evil BEL   -->  \x1b]0;evil\x07        also C1, characters that reverse text, and lone surrogates
 
-Names of tensors, files and metrics, keys, notes and texts that a model generates all pass through `plain`, because
-everything that Lockstep prints goes through `echo`, through the console, or into a Failure.
+Everything that Lockstep prints goes through `echo`, the console, or a Failure, which call `plain`.
 """
 
 from __future__ import annotations
@@ -26,35 +23,35 @@ _LONGEST = 60
 
 
 def plain(text: str) -> str:
-    """Return the text with everything that could control a terminal escaped; lines and tabs remain."""
+    """Return the text with control characters escaped; lines and tabs remain."""
     return _CONTROL.sub(_shown, text)
 
 
 def plain_line(text: str) -> str:
-    """Return the same on one line, for a name that could otherwise pass for a line that Lockstep prints."""
+    """Return the same on one line."""
     return plain(text).replace("\r\n", "\\n").replace("\n", "\\n").replace("\t", "\\t")
 
 
 def shortened(value: object) -> str:
-    """Return a value as Python writes it, of a long one the beginning."""
+    """Return a value as Python writes it, at most 60 characters."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def echo(*texts: object, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
-    """Print like `print`, with control characters escaped. Raises what writing raises."""
+    """Print like `print`, with control characters escaped."""
     print(*(plain(str(text)) for text in texts), file=file or sys.stdout, end=end, flush=flush)
 
 
 def command_line(*words: str | os.PathLike[str]) -> str:
-    """Return the words as a line for a shell, each quoted if need be; a path is never taken for a flag."""
+    """Return the words as a line for a shell; a path is never taken for a flag."""
     texts = [(os.fspath(word), isinstance(word, os.PathLike)) for word in words]
     return shlex.join(f"./{text}" if is_path and text.startswith("-") else text for text, is_path in texts)
 
 
 @contextmanager
 def muted_stderr() -> Iterator[None]:
-    """Discard what the block writes to stderr, also from C++: torch warns there of what its user can't change."""
+    """Discard what the block writes to stderr, also from C++."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

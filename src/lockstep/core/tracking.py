@@ -2,7 +2,7 @@
 
     reports --> queue, bounded --> thread: TrackerMonitor --> Tracker.scalars(step, {"train/loss": 2.1, ...})
 
-All methods are called in one thread, one after the other, and may take their time: the run does not wait for them.
+All methods are called in one thread, and may be slow: the run does not wait for them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Bins = Sequence[tuple[float, float, int]]
 
 
 def refuse_unknown(name: str, arguments: Iterable[str], function: Callable[..., Any]) -> None:
-    """Raise ConfigError for an argument that a tracker's own function doesn't have, with the nearest that it has."""
+    """Raise ConfigError for an argument that a tracker's own function doesn't have."""
     known = inspect.signature(function).parameters
     unknown = [argument for argument in arguments if argument not in known]
     if unknown and all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in known.values()):
@@ -33,7 +33,7 @@ def refuse_unknown(name: str, arguments: Iterable[str], function: Callable[..., 
 
 
 def edges_and_counts(bins: Bins) -> tuple[list[float], list[int]]:
-    """Return the edges of adjoining bins, one more than their counts: empty bins fill what is between."""
+    """Return the edges of adjoining bins, one more than their counts."""
     edges, counts = [bins[0][0]], []
     for low, high, count in bins:
         if low > edges[-1]:
@@ -49,13 +49,13 @@ class TrackedRun:
     """A run as a tracker sees it.
 
     Attributes:
-        id: Of the run; the same for all its attempts.
+        id: The same for all attempts.
         name: Of its recipe.
-        folder: For the tracker's own files, in the folder of the run; it exists.
+        folder: For the tracker's own files; it exists.
         config: As JSON values, without secrets.
         environment: Versions, platform, git state and command line, as JSON values.
-        tracker_id: What `Tracker.start` returned in an earlier attempt; None at first.
-        resumed_from: Step of the checkpoint that this attempt resumed from; None if it started from the beginning.
+        tracker_id: What `Tracker.start` returned in an earlier attempt.
+        resumed_from: Step of the checkpoint that this attempt resumed from, if any.
     """
 
     id: str
@@ -76,7 +76,7 @@ class Tracker(Protocol):
 
     @abstractmethod
     def start(self, run: TrackedRun) -> str | None:
-        """Start or continue recording; return the identifier by which a resumed run continues the same record."""
+        """Start or continue recording; return an identifier for the next attempt."""
 
     @abstractmethod
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -103,13 +103,9 @@ class Tracker(Protocol):
         return
 
     def rolled_back(self, step: int, attempt: int) -> None:
-        """Mark that what was recorded after `step` is repeated from now on. Does nothing by default.
-
-        Args:
-            attempt: Number of the attempt that begins, from 1.
-        """
+        """Mark that what was recorded after `step` is repeated in this attempt (from 1). Does nothing by default."""
         return
 
     def finish(self, failure: str | None) -> None:
-        """End recording; `failure` is None if the run is finished. A resumed run calls `start` again."""
+        """End recording; `failure` is None if the run is finished."""
         return

@@ -1,10 +1,10 @@
-"""The device and the backend of a rank, by torch's own account of this machine.
+"""The device and the backend of a rank, as torch sees this machine.
 
-launch.device   auto            the accelerator that torch finds, whatever it is; without one, the CPU
-                cuda, xpu, ...  that one: of torch itself, or of a plugin that torch has loaded
+launch.device   auto            the accelerator that torch finds; without one, the CPU
+                cuda, xpu, ...  that one, of torch or of a plugin
 local rank 3    sees all 8      number 3
                 sees its own    number 0 (CUDA_VISIBLE_DEVICES of each rank, Slurm's --gpus-per-task)
-launch.backend  auto            the one that torch, or the plugin, registered for the device
+launch.backend  auto            the one registered for the device
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _USED = ("Stream", "Event", "current_stream", "set_device", "default_generators"
 
 
 def visible_devices(requested: str) -> tuple[str, int]:
-    """Return the type of device that `launch.device` means here, and how many of them this process sees; the CPU: 0.
+    """Return the device type of `launch.device` here, and how many of them this process sees; the CPU: 0.
 
     It may start the device's driver, after which a forked process can't use it.
     """
@@ -33,10 +33,10 @@ def visible_devices(requested: str) -> tuple[str, int]:
 
 
 def choose_device(requested: str, local_rank: int) -> torch.device:
-    """Return the device of a rank, and make it the current one of this process.
+    """Return the device of a rank, and make it the current one.
 
     Raises:
-        ConfigError: There is no such device here, or torch doesn't support what a run does on it.
+        ConfigError: There is no such device here, or torch lacks what a run needs on it.
     """
     device_type, count = visible_devices(requested)
     if device_type == "cpu":
@@ -58,7 +58,7 @@ def choose_backend(requested: str, device: torch.device) -> str:
     """Return the backend of collectives on the device.
 
     Raises:
-        ConfigError: torch here doesn't have it, or it takes no tensors of the device.
+        ConfigError: This torch doesn't have it, or it takes no tensors of the device.
     """
     default = dist.Backend.default_device_backend_map.get(device.type)
     backend = default if requested == "auto" else requested

@@ -1,13 +1,10 @@
 """The meter of collectives: how long this rank waits for others, and what it exchanges with them.
 
     torch.distributed, FSDP, DeepSpeed, pipelines --> ProcessGroup.allreduce(...) --> Work --> Work.wait()
-                                                      counted: calls, bytes                    Phase.COMMUNICATION
-    tensor parallelism    --> functional collectives --> wait_tensor()                         Phase.COMMUNICATION
-    DDP                   --> its reducer, in C++: `sharding.ddp` marks the end of its backward, and counts the bytes of
-                                                   the gradients in `World.reduced`
+    tensor parallelism                            --> functional collectives --> wait_tensor()
+    DDP                                           --> its reducer, in C++: `sharding.ddp` counts in `World.reduced`
 
-Bytes and bandwidths are those of nccl-tests (PERFORMANCE.md): a bus bandwidth is that of the slowest link, whatever the
-number of ranks is.
+Bytes and bandwidths are those of nccl-tests (PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -38,9 +35,8 @@ class CollectiveTotals:
     """The totals of one operation over groups of one size.
 
     Attributes:
-        calls: Number of calls.
-        size: Bytes of all calls, as nccl-tests counts them: of the whole tensor, not of a rank's part.
-        timed_size, timed_seconds: Bytes and seconds of the calls that were waited for until they were complete.
+        size: Bytes of all calls, of the whole tensor.
+        timed_size, timed_seconds: Of the calls that were waited for until they were complete.
     """
 
     calls: int = 0
@@ -50,14 +46,7 @@ class CollectiveTotals:
 
 
 class CollectiveMeter:
-    """Counts this rank's collectives, and marks the time in which it waits for them.
-
-    Attributes:
-        totals: By operation and number of ranks.
-
-    Args:
-        reduced: What is reduced without a method of a process group.
-    """
+    """Counts this rank's collectives by operation and group size, and marks the time in which it waits."""
 
     def __init__(self, clock: PhaseClock, reduced: ReducedGradients | None = None) -> None:
         self._clock = clock
@@ -68,8 +57,7 @@ class CollectiveMeter:
     def gauges(self) -> dict[str, float]:
         """Return, by operation, the bytes so far, and the bus bandwidth in bytes per second.
 
-        The bandwidth is left out if the calls that were waited for have less than half of the bytes: what DDP reduces
-        during its backward isn't timed.
+        The bandwidth is left out if less than half of the bytes were timed: DDP's reduction isn't.
         """
         values: dict[str, float] = {}
         for operation in dict.fromkeys(operation for operation, _ in list(self.totals)):
@@ -95,7 +83,7 @@ class CollectiveMeter:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Measure torch's collectives while the block runs. Modules that are imported later are left out."""
+        """Measure torch's collectives while the block runs, in the modules imported so far."""
         group: Any = dist.ProcessGroup
         places: list[tuple[Any, str, Callable[..., Any]]] = [
             *((group, name, partial(self._counted, *OPERATIONS[name])) for name in OPERATIONS if name in vars(group)),

@@ -4,11 +4,7 @@
     objects, on the host            gloo     gather  broadcast                                     core `Control`
     waits that may take hours       store    barrier
 
-    LocalGroup  sum(x) = x        gather(v) = [v]           broadcast(v) = v
-    RankGroup   sum(x) = sum_r x  gather(v) = [v_0, v_1..]  broadcast(v) = v_0
-
-A tensor is reduced on the device of the group's backend, wherever it is: nccl takes none of the CPU, and ranks that
-chose the backend by the tensor would wait for each other. Objects never wait for an accelerator: see `host_group`.
+A tensor is reduced on the device of the group's backend, wherever it is.
 """
 
 from __future__ import annotations
@@ -68,10 +64,7 @@ class LocalGroup:
 
 
 def from_first_rank(axis: Axis, make: Callable[[], T]) -> T:
-    """Return what a function returns on the first rank, on all ranks, however long it takes there.
-
-    A Failure that it raises is raised on all.
-    """
+    """Return what a function returns on rank 0, on all ranks, however long it takes. A Failure is raised on all."""
     result: T | Failure | None = None
     if axis.rank == 0:
         try:
@@ -153,18 +146,14 @@ class RankGroup:
     # --- objects: over gloo -----------------------------------------------------------------------------------------
 
     def host(self) -> HostGroup:
-        """Return these ranks' exchange on the host; all of them together, the first time."""
+        """Return these ranks' exchange on the host. All of them together the first time."""
         return host_group(self._group)
 
     def gather(self, value: object) -> list[object]:
         return self.host().gather(value)
 
     def gather_if_all(self, value: object) -> list[object]:
-        """Return every rank's value, as `gather` does, at a point that some ranks may not reach.
-
-        Raises:
-            RunFailed: Some don't.
-        """
+        """Gather at a point that some ranks may not reach. Raises RunFailed if some don't."""
         if _waits is None:  # outside of a run
             return self.gather(value)
         values = _waits.gather_if_all(dist.get_process_group_ranks(self._group), pickled(value))
@@ -188,7 +177,7 @@ class RankGroup:
 
 
 def _moved(tensor: Tensor, types: Sequence[str]) -> Tensor:
-    """Return the tensor, or a copy on the device of a backend that takes tensors of these types of devices."""
+    """Return the tensor, or a copy on the device of a backend that takes these device types."""
     return tensor if tensor.device.type in types else tensor.to(torch.device(types[0]))  # the current one of its type
 
 
@@ -215,13 +204,9 @@ def group_or_all(group: dist.ProcessGroup | None) -> RankGroup:
 
 
 def own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Return the group that this rank is in, if it is in any; all ranks together.
+    """Return the group that this rank is in, if any; all ranks together. No rank is in two of `groups`.
 
-    nccl makes them all in one split of the communicator of all ranks, where torch's `new_group` splits it once for each
-    group. Under other backends a group that a rank isn't in costs it 20 us.
-
-    Args:
-        groups: Their ranks; no rank is in two of them.
+    nccl makes all of them in one split of the communicator, where `new_group` would split once for each.
     """
     every = [list(ranks) for ranks in groups]
     if _splits():
@@ -235,14 +220,14 @@ def own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
 
 
 def _splits() -> bool:
-    """Return whether the communicator of all ranks exists already, so that torch makes others out of it."""
+    """Return whether the communicator of all ranks exists, so that torch splits it."""
     default = dist.distributed_c10d._get_default_group()
     device = default.bound_device_id
     return device is not None and default._get_backend(device).supports_splitting
 
 
 def maximum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Replace the tensor by its elementwise maximum over the ranks of the group, in place; return it."""
+    """Replace the tensor by its elementwise maximum over the group, in place; return it."""
     moved = _moved(tensor, device_types(group))
     dist.all_reduce(moved, dist.ReduceOp.MAX, group)
     return tensor if moved is tensor else tensor.copy_(moved)
@@ -260,10 +245,9 @@ def receive(buffer: Tensor, group: dist.ProcessGroup, rank: int) -> Tensor:
 
 
 class Ring:
-    """The ranks of a group in a circle, in its order: 0 --> 1 --> 2 --> 0.
+    """The ranks of a group in a circle: 0 --> 1 --> 2 --> 0.
 
-    Each sends tensors to the next one and receives those of the one before; after as many rounds as there are ranks,
-    they are back.
+    Each sends tensors to the next one and receives those of the one before.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""Entries of a model's `state_dict` that modules make each time that it is asked for, by torch's `get_extra_state`."""
+"""Restores what modules save by torch's `get_extra_state`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _KEY = "_extra_state"  # torch's
 
 
 def set_extra_states(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give modules their entries of a state: copying to the tensors in a `state_dict` doesn't change them."""
+    """Set modules' extra states: copying into the tensors of a `state_dict` doesn't change them."""
     if any(name.endswith(_KEY) for name in state):
         for prefix, module in model.named_modules():
             name = f"{prefix}.{_KEY}".lstrip(".")

@@ -1,7 +1,6 @@
-"""The flight record: torch's own list of a rank's last collectives, with those that aren't complete.
+"""The flight record: torch's list of a rank's last 2,000 collectives (`TORCH_FR_BUFFER_SIZE`), also incomplete ones.
 
-torch keeps the last 2,000 (`TORCH_FR_BUFFER_SIZE`): number, group, sizes, the Python lines that called it. Under NCCL,
-the collective that a program has called last isn't the one that its device waits in: the host runs ahead.
+Under NCCL the host runs ahead: the last collective that was called isn't the one in which the device waits.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ _RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")  # NCCL's, which a build wit
 
 
 def flight_record() -> tuple[list[str], bool, bytes]:
-    """Return this rank's collectives that aren't complete, the oldest first, and the record for torchfrtrace.
+    """Return this rank's incomplete collectives, the oldest first, and the record for torchfrtrace.
 
-    In between: whether they are a device's, and the host doesn't wait for them, as under NCCL.
+    In between: whether they run on a device, as under NCCL, so that the host doesn't wait for them.
     """
     for recorder in _RECORDERS:
         dump = getattr(_distributed_c10d, recorder, None)

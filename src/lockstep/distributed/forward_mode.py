@@ -1,14 +1,11 @@
-"""How the forwards of one model run: sequences divided over ranks or not, whole or sharded weights, refused weights.
+"""How the forwards of one model run: sequences sharded over ranks or not, whole or sharded weights, refused weights.
 
-    the engine sets       sequences              attention is ring attention, positions are those of this rank
-    a check sets          whole_weights          tensor-parallel modules compute with gathered weights
-    a stage sets          refused_sides          weights that other stages hold may not be used
+the engine sets       sequences              attention is ring attention, positions are those of this rank
+a check sets          whole_weights          tensor-parallel modules compute with gathered weights
+a stage sets          refused_sides          weights that other stages hold may not be used
 
-Each parallelized model has one mode, which its transforms keep and its engine changes; there is no other switch.
-
-    2 ranks, 8 positions     0 1 | 2 3 | 4 5 | 6 7     twice as many chunks as ranks; each rank has one from the front
-    belong to rank            0     1     1     0      and one from the back: under causal attention, where later
-                                                       positions see more, all ranks have as much to compute
+2 ranks, 8 positions     0 1 | 2 3 | 4 5 | 6 7     each rank has a chunk from the front and one from the back:
+belong to rank            0     1     1     0      under causal attention all ranks then compute as much
 """
 
 from __future__ import annotations
@@ -29,14 +26,13 @@ ALL_SIDES: frozenset[Side | None] = frozenset(("before", "after", None))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequencePartition:
-    """The division of the sequences of one micro-batch, which all have the same length.
+    """The partition of the sequences of one micro-batch, which all have the same length.
 
     Attributes:
-        ring: The ranks that have the same samples.
         length: The length of each sequence, without padding to a multiple of twice the ranks.
         positions: [own] int64, of this rank's tokens, in order; padding has the last token's.
         real: [B, padded] bool: positions that others may attend to; None: all.
-        unreal_last: Whether what isn't real comes after all that is, where causal attention doesn't look.
+        unreal_last: True if padding is on the right, where causal attention never looks.
     """
 
     ring: Ring
@@ -71,9 +67,9 @@ class ForwardMode:
     """The mode of one model's forwards. A backward may read it in another thread.
 
     Attributes:
-        sequences: How sequences are divided over ranks; None: they are whole.
-        whole_weights: Whether modules whose weights are sharded compute with all of them.
-        refused_sides: Sides of the blocks whose weights may not be used on this rank; None is what both sides use.
+        sequences: How sequences are sharded over ranks; None: they are whole.
+        whole_weights: Whether modules with sharded weights compute with all of them.
+        refused_sides: Sides of the blocks whose weights this rank may not use; None is what both sides use.
     """
 
     def __init__(self) -> None:
@@ -99,10 +95,10 @@ def current_sequences() -> SequencePartition | None:
 
 
 def positions(length: int, device: torch.device | str | None = None) -> Tensor:
-    """Return where a model's `length` tokens are in their sequences: [length] int64.
+    """Return the positions of a model's `length` tokens in their sequences: [length] int64.
 
-    They are 0, 1, 2, ..., unless `parallel.context` divides sequences over ranks, each of which then has tokens from
-    two places. A model that calls this instead of `torch.arange(length)` can be trained under context parallelism.
+    They are 0, 1, 2, ..., unless `parallel.context` shards sequences. A model that calls this instead of
+    `torch.arange(length)` can be trained under context parallelism.
     """
     division = current_sequences()
     if division is None:

@@ -3,10 +3,9 @@
     augmenter = numpy.random.default_rng(7)
     lockstep.register_generator("augmenter", augmenter)     on every rank, whenever user code makes it
 
-All of Lockstep's own randomness is keyed and has no state. A user's generator has one, which is saved for each rank
-under its name. What a fetch draws from it is keyed and leaves the state alone: batches are fetched ahead of the
-updates, and in other processes. A generator that is registered after the run has resumed gets its state then. A rank
-that the saved run didn't have begins with a state of its own, drawn from the first rank's and its number.
+Each rank's state is saved under the generator's name. What a fetch draws is keyed and leaves the state alone, since
+batches are fetched ahead, in other processes. A generator that is registered after a resume gets its state then. A new
+rank's state is drawn from rank 0's.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ _waiting: dict[str, tuple[Mapping[int, Tensor], int]] = {}  # states by rank, an
 
 
 def register_generator(name: str, generator: Generator) -> None:
-    """Make a generator part of the run.
-
-    Args:
-        name: The same on all ranks, and in each process of the run.
+    """Make a generator part of the run, under a name that is the same on all ranks.
 
     Raises:
         TypeError: It is none of torch.Generator, numpy.random.Generator, random.Random.
@@ -61,7 +57,7 @@ def states(rank: int) -> dict[str, Tensor]:
 
 
 def restore(saved: Mapping[str, Tensor], rank: int) -> None:
-    """Restore generators, those that are registered and those that will be."""
+    """Restore generators, also those that will be registered."""
     states: dict[str, dict[int, Tensor]] = {}
     for saved_name, state in saved.items():
         if saved_name.startswith(PREFIX):
@@ -81,7 +77,7 @@ def put(states: Mapping[str, Tensor], rank: int) -> None:
 
 
 def on_host() -> dict[str, Tensor]:
-    """Return copies of the states of generators that a data worker can use: those of an accelerator are left out."""
+    """Return copies of the states of generators that a data worker can use, not those of an accelerator."""
     return {name: _get(generator) for name, generator in _of_host()} if _registered else {}
 
 
@@ -108,7 +104,7 @@ def _of_host() -> list[tuple[str, Generator]]:
 
 @contextmanager
 def replayed_draws(device: torch.device) -> Iterator[Callable[[], bool]]:
-    """Restore the state of all generators, the registered ones too, at the block's end.
+    """Restore the state of all generators, registered ones too, at the block's end.
 
     Yields a function that returns whether anything was drawn.
     """

@@ -1,10 +1,7 @@
-"""The exchange of objects between ranks, on the host: over gloo, whatever the backend of their tensors is.
+"""Exchanges objects between ranks on the host, over gloo, whatever the backend of their tensors is.
 
-    backend gloo, fake, cpu:gloo,cuda:nccl     the group itself takes tensors of the CPU
-    nccl                                       gloo connects the same ranks once more, at their first exchange
-
-So objects wait neither for an accelerator nor behind its collectives. Tensors in an object arrive on the CPU: a device
-of the sender may not exist for the receiver, whose process may see only its own.
+A group without CPU tensors (nccl) gets a gloo group of the same ranks at its first exchange, so objects never wait for
+an accelerator. Tensors in an object arrive on the CPU.
 """
 
 from __future__ import annotations
@@ -27,13 +24,13 @@ _HOST = ("cpu", "meta")
 
 
 class HostGroup(Protocol):
-    """The ranks of a process group, and their exchange of objects. All of them together."""
+    """The exchange of objects between the ranks of a process group. All of them together."""
 
     def gather(self, value: object) -> list[object]:
         """Return every rank's value, in the order of ranks."""
 
     def broadcast(self, value: object) -> object:
-        """Return the first rank's value."""
+        """Return rank 0's value."""
 
     def numbers(self, own: int) -> list[int]:
         """Return every rank's number: a `gather` without pickling."""
@@ -88,7 +85,7 @@ _made: Counter[str] = Counter()
 
 
 def host_group(group: dist.ProcessGroup) -> HostGroup:
-    """Return the exchange of objects of a group's ranks; all of them together, the first time."""
+    """Return the exchange of a group's ranks. All of them together the first time."""
     if group not in _groups:
         _groups[group] = makers.get(dist.get_backend(group), GlooGroup)(group)
     return _groups[group]
@@ -101,7 +98,7 @@ def forget_host_groups() -> None:
 
 
 def device_types(group: dist.ProcessGroup) -> tuple[str, ...]:
-    """Return the types of devices whose tensors the backend of a group takes."""
+    """Return the device types whose tensors a group's backend takes."""
     return tuple(pair.partition(":")[0] for pair in dist.get_backend_config(group).split(","))
 
 
@@ -130,10 +127,8 @@ def _object(data: Tensor) -> object:
 def _connected(group: dist.ProcessGroup) -> object:
     """Connect the ranks of a group over gloo.
 
-    Not by torch's `new_group`: beside nccl with a bound device it has the ranks outside the group split nccl's
-    communicator, for which those inside never come; and with `use_local_synchronization` it names the group by how
-    many others a rank is in, which may differ between its members. gloo connects two ranks when they first exchange
-    something: each of a thousand has a few connections.
+    Not by torch's `new_group`: beside nccl with a bound device, ranks outside the group would have to take part; with
+    `use_local_synchronization` the name may differ between members.
     """
     c10d = cast("Any", dist.distributed_c10d)
     ranks = hashlib.sha1("-".join(map(str, dist.get_process_group_ranks(group))).encode()).hexdigest()

@@ -1,10 +1,7 @@
 """Times collectives and checks their values: each operation over sizes, and each pair of ranks.
 
-    S    bytes of the largest buffer that one rank has          t    seconds, the median of some calls
-    algorithm bandwidth = S / t
-    bus bandwidth       = S / t x factor, which doesn't depend on the number of ranks
-
-Definitions and factors are those of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+Bandwidths are those of nccl-tests (doc/PERFORMANCE.md): bytes of the largest buffer of a rank over the median seconds;
+times a factor for the bus bandwidth, which doesn't depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ class TimedCollective:
     """One operation with one size.
 
     Attributes:
-        size: S, in bytes.
+        size: Bytes.
         seconds: The median over calls, of the slowest rank.
         bus_factor: Bus bandwidth over algorithm bandwidth.
         is_right: Whether every rank got the right values.
@@ -66,8 +63,8 @@ class TimedPair:
     """Two ranks that exchange messages.
 
     Attributes:
-        latency: Seconds of a message of a few bytes, one way.
-        there, back: Bytes per second from the first to the second, and from the second to the first.
+        latency: Seconds of a small message, one way.
+        there, back: Bytes per second in each direction.
         is_right: Whether messages arrived as they were sent.
     """
 
@@ -85,13 +82,10 @@ class TimedPair:
 
 
 def timed_collectives(world: World, sizes: Iterable[int]) -> Iterator[TimedCollective]:
-    """Yield each operation with each size, in bytes, up to one that is slow. All ranks together; all yield the same.
-
-    Args:
-        sizes: The smallest first.
+    """Yield each operation with each size (bytes, ascending), up to one that is slow. All ranks together.
 
     Raises:
-        RuntimeError: A collective failed, or took longer than the group's timeout.
+        RuntimeError: A collective failed or timed out.
     """
     sizes = list(sizes)
     for operation in _OPERATIONS:
@@ -117,14 +111,7 @@ def _timed_collective(world: World, operation: str, elements: int) -> TimedColle
 
 
 def timed_pairs(world: World, pairs: Sequence[tuple[int, int]], size: int) -> list[TimedPair]:
-    """Return each pair's latency and bandwidth, one pair after the other. All ranks together; all return the same.
-
-    Args:
-        size: Bytes of the largest message; a slow pair exchanges smaller ones.
-
-    Raises:
-        RuntimeError: As `timed_collectives`.
-    """
+    """Return each pair's latency and bandwidth for messages up to `size` bytes. All ranks together."""
     return [_timed_pair(world, first, second, size) for first, second in pairs]
 
 
@@ -186,7 +173,7 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _values(world: World, rank: int, elements: int) -> Tensor:
-    """Return what `rank` contributes: whole numbers that differ from rank to rank and from place to place."""
+    """Return what `rank` contributes: small whole numbers, which float32 sums exactly."""
     return (torch.arange(elements, device=world.device) + 31 * rank).remainder(_PATTERN).to(torch.float32)
 
 

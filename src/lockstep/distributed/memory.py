@@ -1,11 +1,7 @@
 """The memory that a rank may use, and its peak.
 
-       may use                                            has used
-GPU    all of its memory, or the fraction of it that      what torch has allocated there
-       torch may allocate
-CPU    an equal share of the machine's, or of what its     its resident memory
-       control groups (of a container, a Slurm job, a
-       service) leave of it
+GPU    what torch may allocate there (`set_per_process_memory_fraction`); the peak that torch has allocated
+CPU    an equal share of the machine's or the control groups' memory; the peak resident memory
 """
 
 from __future__ import annotations
@@ -25,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def rank_memory(device: torch.device, axis: Axis, machine_ranks: int | None = None) -> int:
-    """Return the least bytes that any rank may use; a collective.
-
-    Args:
-        machine_ranks: Ranks on this machine; None: they are counted.
-    """
+    """Return the least bytes that any rank may use; a collective. `machine_ranks` None: they are counted."""
     if machine_ranks is None:
         here = socket.gethostname()
         machine_ranks = axis.gather(here).count(here)
@@ -41,8 +33,7 @@ def memory_if_started(device_type: str, devices: int, cores: int, ranks: int) ->
     """Return what `rank_memory` would be for N ranks on this machine; None if it has too few devices or cores for them.
 
     Args:
-        devices: Accelerators of the type that ranks may use here; 0: they compute on the CPU.
-        cores: Cores that they may use then.
+        devices: Accelerators of the type here; 0: ranks compute on the CPU, on `cores` cores.
     """
     if devices:
         return _accelerator_memory(torch.device(device_type, 0)) if ranks <= devices else None
@@ -57,7 +48,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def memory_gauges(device: torch.device) -> Callable[[], dict[str, float]]:
-    """Return what reads this rank's memory in bytes: of its process, and what torch holds of an accelerator."""
+    """Return a function that reads this rank's memory in bytes: of its process, and of the accelerator."""
 
     def host() -> dict[str, float]:
         with open("/proc/self/statm", encoding="ascii") as file:
@@ -93,7 +84,7 @@ def memory_limit_of(device: torch.device) -> MemoryLimit:
 
 
 def shared_memory() -> MemoryLimit | None:
-    """Return how much memory processes may share in /dev/shm, and how much of it is free; None: there is none."""
+    """Return the size and the free bytes of /dev/shm; None: there is none."""
     try:
         disk = os.statvfs("/dev/shm")
     except OSError:
@@ -115,13 +106,13 @@ _MOST_MEMORY_EVENTS = 200_000
 
 
 def record_memory_history(device: torch.device) -> None:
-    """Keep the allocations of a GPU from now on, with the Python lines that make them; elsewhere nothing."""
+    """Start recording the allocations of a CUDA GPU, with Python stacks."""
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=_MOST_MEMORY_EVENTS, stacks="python")
 
 
 def end_memory_history(device: torch.device) -> dict[str, Any] | None:
-    """Keep no more allocations; return the snapshot that pytorch.org/memory_viz shows, None elsewhere."""
+    """Stop recording; return the snapshot for pytorch.org/memory_viz, None without CUDA."""
     if device.type != "cuda":
         return None
     snapshot = torch.cuda.memory._snapshot()

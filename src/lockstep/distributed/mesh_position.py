@@ -1,4 +1,4 @@
-"""The position of a rank in the mesh, and the groups with which it shares samples and parameters.
+"""The position of a rank in the mesh, and its groups.
 
     pipeline 2 x data 2        share of the batch     holds
     rank 0 (0, 0)              0                      first half of the model
@@ -6,8 +6,8 @@
     rank 2 (1, 0)              0                      second half
     rank 3 (1, 1)              1                      the same
 
-Ranks along `data` and `shard` have different samples; along the other axes they have the same samples, which only one
-of them counts in a vote. Along `context` each has its positions of them, and its part of the loss.
+Ranks along `data` and `shard` have different samples. Along the other axes they have the same samples, which only one
+of them counts in a vote.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelGroup:
-    """The ranks that have the same samples, and each a part of every matrix.
+    """The ranks that have the same samples, and each a shard of every matrix.
 
     Attributes:
         replicated: Names of the parameters that each rank holds whole.
-        partial: Names of the replicated parameters whose gradient is the sum of all ranks' gradients.
+        partial: Replicated parameters whose gradients have to be summed over the ranks.
     """
 
     axis: Axis
@@ -47,15 +47,15 @@ class MeshPosition:
     """The position of this rank in the mesh.
 
     Attributes:
-        coordinates: This rank's coordinate on each axis.
+        coordinates: On each axis.
         share, shares: The number of its part of each global batch, and the number of parts.
-        pipeline: The ranks that hold the other stages of this replica.
-        data: The ranks that hold the same parameters as this one.
-        tensor: The ranks that hold the other parts of each matrix.
-        ring: The ranks that have the other positions of the same samples; None: sequences are whole.
-        data_parallel_group: The ranks that hold the same part of the model, sharded or not; None: all ranks.
-        device_mesh: The mesh of a partitioned or tensor-parallel model; None for other models.
-        reports_counts, reports_metrics, reports_loss: True if its samples, evaluation sums, or sum of losses count.
+        pipeline: The ranks with the other stages of this replica.
+        data: The ranks with the same parameters.
+        tensor: The ranks with the other shards of each matrix.
+        ring: The ranks with the other positions of the same samples; None: sequences are whole.
+        data_parallel_group: The ranks with the same part of the model, sharded or not; None: all ranks.
+        device_mesh: None for a model that is neither partitioned nor tensor-parallel.
+        reports_counts, reports_metrics, reports_loss: Whether its samples, metrics or losses count.
     """
 
     mesh: Mesh
@@ -112,6 +112,6 @@ def mesh_position(mesh: Mesh, world: World) -> MeshPosition:
 
 
 def stage_pair(position: MeshPosition, first: int, last: int) -> Axis:
-    """Return the axis of the pipeline's ranks `first` and `last`; for others one of themselves. All ranks together."""
+    """Return the axis of the pipeline's ranks `first` and `last`; on other ranks a local one. All ranks together."""
     group = own_group((ranks[first], ranks[last]) for ranks in position.mesh.groups("pipeline"))
     return RankGroup(group) if group is not None else LocalGroup()

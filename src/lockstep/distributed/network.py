@@ -6,13 +6,8 @@ Lockstep's launcher of several hosts    the interface by which it has met the ot
 MASTER_ADDR is another machine          the interface of the route to it
 MASTER_ADDR is this machine             the interface that has the address to which the others connect
 
-Left alone, gloo takes the interface of the address that the hostname resolves to: any machine may connect there, or,
-where it is a loopback address (Debian: 127.0.1.1), no other machine can. NCCL guesses. The user may have set an
-interface that others don't reach: if the ranks can't join, the message names it. With gloo that depends on addresses:
-of two ranks the one with the lower address listens.
-
-Ranks find each other's addresses in the store. Left alone, gloo asks it twice for each peer: 512 ranks make half a
-million questions for one group. With GLOO_ENABLE_STORE_V2_API each rank asks once for all.
+By default gloo takes the interface of the hostname's address, which anybody can reach, or (Debian: 127.0.1.1) nobody.
+With GLOO_ENABLE_STORE_V2_API each rank asks the store once for all addresses, instead of twice for each peer.
 """
 
 from __future__ import annotations
@@ -59,7 +54,7 @@ def own_interface() -> Iterator[None]:
 
 
 def use_interface(environment: RankEnvironment, store: Store) -> None:
-    """Have gloo and NCCL use the right interface from now on, unless one is set. All ranks together."""
+    """Make gloo and NCCL use the right interface, unless one is set. All ranks together."""
     os.environ.setdefault(_ALL_AT_ONCE, "1")
     if environment.one_machine:
         loopback = next((name for name in interface_names() if name in ("lo", "lo0")), None)
@@ -77,7 +72,7 @@ def use_interface(environment: RankEnvironment, store: Store) -> None:
 
 
 def other_interfaces(environment: RankEnvironment, store: Store) -> list[str]:
-    """Return a clause for each host whose ranks use another interface than the one by which it reaches the others."""
+    """Return a clause for each host that uses another interface than the one by which it reaches the others."""
     keys = [f"{_OTHER}{rank}" for rank in range(environment.world_size)]
     with suppress(RuntimeError):  # the store has ended
         return [*dict.fromkeys(store.get(key).decode() for key in keys if store.check([key]))]

@@ -1,10 +1,6 @@
-"""The board on which ranks post notices for each other outside of collectives: the latest of each rank.
+"""The board on which ranks post notices outside of collectives, also from a thread of a rank that is stuck.
 
-    rank 1   post(b"...")  --.
-    rank 2   post(b"...")  --+--> store --> latest(): rank 0 reads all of them
-                                            a rank that is stuck posts from a thread, so that the others see where
-
-It has a connection of its own, so that its threads don't wait for others, nor others for them.
+It has a connection to the store of its own, so that its threads don't block others.
 """
 
 from __future__ import annotations
@@ -21,11 +17,7 @@ _ANNOUNCEMENT = "announcement"
 
 
 class NoticeBoard:
-    """The notices of a run's ranks, and an announcement of one of them to all.
-
-    Args:
-        store: The ranks' store; None: this rank is alone.
-    """
+    """The latest notice of each rank, and one announcement to all. `store` None: this rank is alone."""
 
     def __init__(self, store: Store | None, rank: int, size: int) -> None:
         self._store = store
@@ -44,7 +36,7 @@ class NoticeBoard:
             store.set(str(self._rank), notice)
 
     def latest(self) -> list[bytes | None]:
-        """Return each rank's notice; None for those that have posted none. Raises RuntimeError as `post`."""
+        """Return each rank's notice, or None. Raises RuntimeError if the store has ended."""
         if (store := self._connected()) is not None:
             missing = [rank for rank in range(self._size) if rank not in self._known]
             self._known.update(rank for rank in missing if store.check([str(rank)]))
@@ -54,13 +46,13 @@ class NoticeBoard:
         return list(self._latest)
 
     def announce(self, notice: bytes) -> None:
-        """Replace the announcement, which any rank may then read. Raises RuntimeError as `post`."""
+        """Replace the announcement that any rank may read. Raises RuntimeError if the store has ended."""
         self._announced = notice
         if (store := self._connected()) is not None:
             store.set(_ANNOUNCEMENT, notice)
 
     def announced(self) -> bytes:
-        """Return the announcement, for which it waits if there is none yet. Raises RuntimeError as `post`."""
+        """Return the announcement; wait if there is none yet. Raises RuntimeError if the store has ended."""
         store = self._connected()
         return self._announced if store is None else bytes(store.get(_ANNOUNCEMENT))
 

@@ -1,14 +1,8 @@
-"""Joining the other ranks, and leaving them.
+"""Joins the other ranks, and leaves them.
 
-launcher ---- RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT [, a listening socket] ----> joined() -> World
-              store --> a round, see `rounds` --> a device for each rank --> the process group --> ...
-
-the block has ended, or the run has paused      destroy: every collective has ended on all ranks
-any other exception, Ctrl-C, sys.exit()         report, then abort: a collective may wait for ranks that never come
-
-`destroy_process_group` waits for pending collectives: on a rank that fails, until the timeout of the slowest, and the
-exception is not reported until then. Aborting ends them; yet it, too, may hang, in a driver or a network that is
-broken. So the failure is reported first, and the wait for the abort has a limit.
+`destroy_process_group` waits for pending collectives: on a rank that fails, until the timeout of the slowest. Aborting
+ends them, but may itself hang in a driver. So a failure is reported first, then the groups are aborted, for a limited
+time.
 """
 
 from __future__ import annotations
@@ -65,11 +59,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ReducedGradients:
-    """Gradients that this rank has reduced with others in C++, where no method of a process group shows it.
-
-    Attributes:
-        size: Bytes, as nccl-tests counts them: of whole tensors.
-    """
+    """Bytes of gradients that DDP's C++ reducer has reduced, as nccl-tests counts them."""
 
     size: int = 0
 
@@ -80,14 +70,11 @@ class World:
 
     Attributes:
         axis: All ranks.
-        rank, size: The rank and the world size.
         local_rank, machine_ranks: The rank among those of this machine, and their number.
         backend: The backend of the collectives; `none` for a single process.
         exchange: Connects the ranks when collectives have failed; None for a single process.
-        launcher_store: The store of a launcher that outlives its ranks and starts them again; None: there is none.
-        clock: Measures where the time of this rank's updates goes.
+        launcher_store: The store of a launcher that restarts its ranks; None: there is none.
         notices: What the ranks post for each other outside of collectives.
-        reduced: Gradients that are reduced in C++.
     """
 
     axis: Axis
@@ -109,12 +96,12 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
     """Join the other ranks while the block runs.
 
     Args:
-        grouped: Whether to make a process group even for one rank (DDP on one rank needs it).
+        grouped: Make a process group even for one rank (DDP on one rank needs it).
 
     Raises:
-        ConfigError: This machine or torch doesn't have the backend or device, or ranks have the same device.
+        ConfigError: The backend or device is missing here, or ranks share a device.
         RunFailed: The other ranks can't be reached within `launch.timeout`.
-        CollectiveTimeout: They don't join a collective within it, while the block runs.
+        CollectiveTimeout: A collective in the block timed out.
     """
     environment = RankEnvironment.read(os.environ)
     device = choose_device(launch.device, environment.local_rank)
@@ -180,7 +167,7 @@ def _is_aborting() -> bool:
 
 
 def _abort_groups(error: BaseException, world: World) -> None:
-    """Report the error, abort all process groups, and return, even if they can't be closed."""
+    """Report the error and abort all process groups; return after 10 s even if they can't be closed."""
     if dist.get_backend() != "gloo" and not report_failure(error) and world.size > 1:
         reason = message_of(error).strip() or "no message"
         _log.error("rank %d fails, and aborts its collectives: %s: %s", world.rank, type(error).__name__, reason)
@@ -202,7 +189,7 @@ def _abort_groups(error: BaseException, world: World) -> None:
 
 
 def _abort(device: torch.device, exchange: StoreExchange | None) -> None:
-    """Abort all groups; closing the connections of a gloo group, which has no abort, makes what waits there fail."""
+    """Abort all groups. gloo has no abort: destroying the group closes its connections, so that waiting peers fail."""
     if dist.get_backend() == "gloo":
         if exchange is not None:
             exchange.fail()
@@ -228,10 +215,10 @@ _TIMED_OUT = re.compile(
 
 @contextmanager
 def collective_timeout(seconds: float, rank: int) -> Iterator[None]:
-    """Limit the collectives of all groups that are made while the block runs, by DeviceMesh, FSDP and DeepSpeed, too.
+    """Limit all collectives in the block, also of groups that DeviceMesh, FSDP and DeepSpeed make.
 
     Raises:
-        CollectiveTimeout: Not all ranks joined a collective in that time.
+        CollectiveTimeout: Not all ranks joined a collective in time.
     """
     c10d: Any = dist.distributed_c10d  # torch's default is private: no call sets it for groups made by others
     before = c10d.default_pg_timeout, c10d.default_pg_nccl_timeout
@@ -255,7 +242,7 @@ def is_timeout(error: BaseException | None) -> bool:
 
 @contextmanager
 def _failure_posted(world: World) -> Iterator[None]:
-    """Post a failure, for ranks that wait without a limit; the group is the user's, and is not aborted."""
+    """Post a failure for ranks that wait without a limit. The group is the user's, so it isn't aborted."""
     try:
         yield
     except BaseException:
@@ -273,11 +260,7 @@ def _host_groups() -> Iterator[None]:
 
 
 def _world(environment: RankEnvironment, device: torch.device, backend: str, timeout: float, *, wakes: bool) -> World:
-    """Return this rank among those of the initialized process group.
-
-    Args:
-        wakes: See `StoreExchange`; only a group that ends with this session may lose its connections.
-    """
+    """Return this rank among those of the initialized process group; `wakes`: see `StoreExchange`."""
     group = dist.group.WORLD
     assert group is not None
     rank, size = group.rank(), group.size()
@@ -348,7 +331,7 @@ def _make_group(environment: RankEnvironment, backend: str, device: torch.device
 def refuse_shared_devices(store: Store, rank: int, size: int, device: torch.device) -> None:
     """Raise ConfigError if two ranks have the same accelerator, or some have none. All ranks together.
 
-    A rank that sees one GPU may have its own (Slurm's --gpus-per-task), or share it: only the devices' identities show.
+    Only the device's identity shows it: a rank that sees one GPU may share it, or have its own (--gpus-per-task).
     """
     if size == 1:
         return
@@ -361,7 +344,7 @@ def refuse_shared_devices(store: Store, rank: int, size: int, device: torch.devi
 
 
 def device_refusal(identities: list[str]) -> str:
-    """Return which ranks can't compute together on devices of these identities, and why; empty: all can."""
+    """Return why ranks on devices of these identities can't compute together; empty: they can."""
     types = [identity.partition(" ")[0] for identity in identities]
     if other := next((rank for rank, name in enumerate(types) if name != types[0]), None):
         return (
@@ -380,7 +363,7 @@ def device_refusal(identities: list[str]) -> str:
 
 
 def device_identity(device: torch.device) -> str:
-    """Return the device's type and, after a space, a name that no other accelerator has, on this machine and others."""
+    """Return the device's type and a name that no other accelerator has, on any machine."""
     if device.type == "cpu":
         return device.type
     properties: Any = torch.get_device_module(device).get_device_properties(device)
@@ -392,12 +375,10 @@ _stores: dict[tuple[str, int], Store] = {}  # process-wide: a port can't be boun
 
 
 def _store(environment: RankEnvironment, limit: timedelta) -> Store:
-    """Return the store at which ranks meet, under every launcher. A single rank needs none that listens.
+    """Return the store at which ranks meet. A single rank needs none that listens.
 
-    Lockstep's launcher passes on a listening socket: on loopback alone, and on a port that no other program can take.
-    Under other launchers the ranks of one machine meet on the one address that all were given: by default, torch's
-    store listens on every interface, and any machine may connect and write. The keys of each round of ranks, and of
-    each session, have a prefix of their own.
+    Lockstep's launcher passes on a socket that listens on loopback. Under other launchers, ranks of one machine bind to
+    the one address that all were given: torch's store would listen on every interface.
     """
     if environment.world_size == 1:
         return HashStore()
@@ -408,7 +389,7 @@ def _store(environment: RankEnvironment, limit: timedelta) -> Store:
 
 
 def _launcher_store(environment: RankEnvironment, limit: timedelta) -> Store | None:
-    """Return the part of a launcher's store that the ranks of this launch, and those after them, share."""
+    """Return the part of a launcher's store that survives restarts of the ranks."""
     if not environment.agent_store:
         return None
     return PrefixStore(f"lockstep/{environment.launch_id}/kept", _connected(environment, limit))
@@ -430,7 +411,7 @@ def _connected(environment: RankEnvironment, limit: timedelta) -> Store:
 
 
 def _listening(environment: RankEnvironment) -> int | None:
-    """Return a socket that listens for this rank's store; None if it has no store, or one for other machines."""
+    """Return a socket that listens for this rank's store; None if other machines need to reach it."""
     if environment.store_fd is not None or not environment.keeps_store or not environment.one_machine:
         return environment.store_fd
     addresses = socket.getaddrinfo(environment.master_addr, environment.master_port, type=socket.SOCK_STREAM)

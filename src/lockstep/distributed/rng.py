@@ -1,8 +1,7 @@
 """Seeds, and generators keyed for one forward.
 
-Initialization and order are the same on all ranks. The numbers that a forward draws (dropout) differ between data
-ranks, micro-batches and updates, and are the same again when the update is repeated. Those of an evaluation's forward
-differ between sets and batches, and are the same in every evaluation.
+Dropout differs between data ranks, micro-batches and steps, and is the same when a step is repeated; in evaluation it
+differs between sets and batches, and is the same in every evaluation.
 """
 
 from __future__ import annotations
@@ -36,15 +35,12 @@ def _seed_host(seed: int) -> None:
 
 
 class KeyedDraws:
-    """Sets all generators before each forward to a key of (seed, update, data rank, micro-batch).
-
-    Those are Python's, NumPy's and torch's, on the CPU and on the device.
+    """Seeds Python's, NumPy's and torch's generators before each forward by (seed, step, data rank, micro-batch).
 
     Args:
         data_rank: 0 if micro-batches are numbered through all ranks.
-        part: The part of the sequences that this rank has, if they are divided; else 0.
-        first_of: Returns the number of this rank's first micro-batch in an update of N samples; None: each rank counts
-            its own from 0.
+        part: This rank's part of the sequences, if they are sharded; else 0.
+        first_of: Returns the number of this rank's first micro-batch in a step of N samples; None: it counts from 0.
     """
 
     def __init__(
@@ -64,19 +60,13 @@ class KeyedDraws:
             self._generators.append(torch.get_device_module(device).default_generators[device.index or 0])
 
     def __call__(self, batch: GlobalBatch, micro_batch: int, stage: int) -> None:
-        """Key the draws of a forward of this rank's `micro_batch`; a pipeline's stages draw different numbers."""
+        """Seed a forward of this rank's `micro_batch`; a pipeline's stages draw different numbers."""
         if self._first_of is not None:
             micro_batch += self._first_of(batch.samples)
         self._seed_with("forward", batch.step, self._data_rank, micro_batch, *((stage,) if stage else ()))
 
     def set_for_evaluation(self, name: str, first_sample: int, stage: int) -> None:
-        """Set the generators to the key of an evaluation's forward: the same where ranks have the same batches.
-
-        Args:
-            name: The evaluation set's.
-            first_sample: The place in the set of the batch's first sample.
-            stage: The first of this rank's in a pipeline.
-        """
+        """Seed an evaluation's forward by set, index of the batch's first sample, and first stage."""
         self._seed_with("evaluation", name, first_sample, stage)
 
     def _seed_with(self, *parts: int | str) -> None:

@@ -5,10 +5,9 @@
              joined/NAME/3                       -->
              open/NAME                           <--           once all have joined
 
-An elastic launcher (torchrun) keeps one store over restarts, with all keys of the ranks that have ended. Nothing that a
-rank's environment has names the round: each node counts only the restarts that its own ranks have caused. So rank 0
-makes up a name, and answers a token that no earlier process has known. A rank that was ended while it asked may have
-left a token: its successor replaces it, and rank 0 answers again until all have joined.
+torchrun keeps one store over restarts, with the keys of ranks that have ended, and nothing in a rank's environment
+names the round. So rank 0 makes up a name and answers tokens that no earlier process knew. A rank that was killed while
+it asked leaves a token: its successor replaces it, and rank 0 answers again until all have joined.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ class RoundTimeout(RuntimeError):
 
 
 def next_round(store: Store, rank: int, size: int, limit: float) -> str:
-    """Return the name of this round, the same on all ranks and that of no other round. All ranks together.
+    """Return the name of this round, the same on all ranks. All ranks together.
 
     Args:
-        store: The launcher's, or rank 0's; the keys of this function have to be this run's alone.
         limit: Seconds to wait for other ranks.
 
     Raises:
@@ -48,11 +46,7 @@ def next_round(store: Store, rank: int, size: int, limit: float) -> str:
 def poll(condition: Callable[[], bool], until: float, longest: float = _LONGEST, shortest: float = _SHORTEST) -> bool:
     """Return whether a condition became true before `until` (of `time.monotonic`).
 
-    The store's own `wait` prints a warning when it ends in vain, and keeps torch's watchdog from the store meanwhile.
-
-    Args:
-        longest: Seconds between two looks, if it takes long.
-        shortest: The same at first.
+    The store's own `wait` prints a warning on timeout, and blocks torch's watchdog meanwhile.
     """
     pause = shortest
     while not condition():

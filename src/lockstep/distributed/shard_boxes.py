@@ -7,15 +7,14 @@
     |  box 1    |                 LocalShards(kind, (box 1,)), and the memory of it
     +-----------+
 
-A tensor that isn't sharded is held whole. DTensors are recognized by a method: to import the class takes 0.7 s, which
-a run without any doesn't spend. A `FlatShard` is a range of elements, which may begin and end within a row:
+A `FlatShard` is a range of elements, which may begin and end within a row:
 
-    . . . #        the stretch from element 3 to 9 of [3, 4]: three boxes, whose elements lie one after the other
+    . . . #        elements 3 to 9 of [3, 4]: three boxes, one after the other in memory
     # # # #
     # . . .
 
-The boxes of a DTensor depend on its shape, its placements and the rank's coordinate alone, so tensors that agree in
-these share them: a model of 10,000 tensors has a few dozen.
+DTensors are recognized by a method, since importing the class takes 0.7 s. Tensors with the same shape, placements and
+coordinate share their boxes.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor, by its offset and size along each dim; both are empty for a 0-dim tensor."""
+    """A part of a tensor, by offset and size along each dim; both are empty for a 0-dim tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -56,14 +55,14 @@ class Box:
         return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Return its place in `outer`, as an index."""
+        """Return its index in `outer`."""
         starts = [a - b for a, b in zip(self.offsets, outer.offsets, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Shape and dtype of a tensor; the dtype by torch's name, such as `bfloat16`."""
+    """Shape, and dtype by torch's name, such as `bfloat16`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -85,14 +84,14 @@ class LocalShards:
 
 
 class FlatShard:
-    """The range of elements that a rank holds of a flattened tensor, as ZeRO divides it.
+    """The range of elements that a rank holds of a flattened tensor, as ZeRO shards it.
 
     Attributes:
         memory: This rank's elements, 1-dim; perhaps none.
-        start: The index of the first one in the flattened tensor.
-        shape: The shape of the whole tensor.
-        device: Where ranks exchange it, if its memory is elsewhere; None: where its memory is.
-        length: Number of elements of each rank, the first ones rank 0's; None: ranks hold ranges of any length.
+        start: Index of the first one in the flattened tensor.
+        shape: Of the whole tensor.
+        device: Where ranks exchange it, if its memory is elsewhere.
+        length: Elements of each rank; None: ranges of any length.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class FlatShard:
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield the elements from `start` to `stop` as boxes: the rest of a row, whole rows, the beginning of one."""
+    """Yield elements `start` to `stop` as boxes: the rest of a row, whole rows, the beginning of one."""
     if stop <= start:
         return
     if len(shape) < 2:
@@ -156,13 +155,11 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 class ShardLike:
-    """The part of a tensor that is sharded like a DTensor: optimizer state beside its parameter. Not a tensor itself.
-
-    A DTensor of it would take 55 us to make, for each tensor and save.
+    """A shard of optimizer state, sharded like its parameter. Not a tensor: a DTensor would take 55 us to make.
 
     Attributes:
         memory: This rank's elements.
-        like: The DTensor.
+        like: The parameter's DTensor.
     """
 
     __slots__ = ("like", "memory")
@@ -218,18 +215,18 @@ def _chunks(tensor: Any) -> tuple[Box, ...]:
 
 
 def dtensor_of(tensor: Any) -> Any:
-    """Return the DTensor that a tensor is, or is sharded like; None for other tensors. DTensors aren't imported."""
+    """Return the DTensor that a tensor is, or is sharded like; None for other tensors."""
     if isinstance(tensor, ShardLike):
         return tensor.like
     return tensor if getattr(type(tensor), "device_mesh", None) is not None else None
 
 
 def mesh_intervals(length: int, sizes: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """Return start and size of each shard of a dim, in row-major order of the axes of a mesh that shard it.
+    """Return start and size of each shard of a dim, in row-major order of the mesh axes that shard it.
 
     Args:
-        sizes: The number of ranks along each axis.
-        strides: The split factor of each axis that shards in strides, as FSDP does beside tensor parallelism; else 1.
+        sizes: Ranks along each axis.
+        strides: Split factor of each axis; above 1 where FSDP shards beside tensor parallelism.
     """
     intervals = [(0, length)]
     if all(stride == 1 for stride in strides):
@@ -250,18 +247,13 @@ def mesh_intervals(length: int, sizes: Sequence[int], strides: Sequence[int]) ->
 
 @dataclass(frozen=True, slots=True)
 class RowShards:
-    """Parameters whose rows are sharded over ranks, as FSDP shards them, for optimizers that look at a whole one.
-
-    Attributes:
-        axis: The ranks that hold the shards of one replica.
-        shapes: The shape of each parameter, whole, by name.
-    """
+    """The ranks over which FSDP shards rows, and the whole shape of each parameter by name."""
 
     axis: Axis
     shapes: Mapping[str, tuple[int, ...]]
 
     def rows(self, name: str) -> list[int]:
-        """Return the number of rows of a parameter that each rank holds, perhaps 0, in the order of their rows."""
+        """Return the rows of a parameter on each rank, perhaps 0."""
         return [size for _, size in mesh_intervals(self.shapes[name][0], [self.axis.size], [1])]
 
 
@@ -274,7 +266,7 @@ def _chunk(start: int, length: int, number: int) -> Iterator[tuple[int, int]]:
 
 
 def shard_view(tensor: Tensor, box: Box) -> Tensor:
-    """Return the live memory of one of the boxes that `local_shards` named."""
+    """Return the live memory of one of the boxes of `local_shards`."""
     memory = local_tensor(tensor)
     if memory.numel() == box.elements:
         return memory if memory.shape == box.sizes else memory.view(box.sizes)
@@ -282,7 +274,7 @@ def shard_view(tensor: Tensor, box: Box) -> Tensor:
 
 
 def box_view(memory: Tensor, boxes: Sequence[Box], box: Box) -> Tensor:
-    """Return the part of `memory`, which holds the elements of `boxes` one box after the other, that is `box`'s."""
+    """Return the part of `memory`, which holds `boxes` one after the other, that belongs to `box`."""
     if len(boxes) == 1:
         return memory.view(box.sizes)
     before = sum(earlier.elements for earlier in boxes[: boxes.index(box)])
@@ -295,7 +287,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def live_part(tensor: Any) -> Tensor:
-    """Return the tensor that a rank holds of another, itself and no view of it, which perhaps requires a gradient."""
+    """Return the tensor that a rank holds of another: itself, not a view."""
     if not is_sharded(tensor):
         return cast("Tensor", tensor)
     if dtensor_of(tensor) is tensor:  # its to_local is a function of autograd, and takes 8 us
@@ -309,7 +301,7 @@ def local_shape(tensor: Any) -> tuple[int, ...]:
 
 
 def as_shard_of(whole: Tensor, value: Tensor) -> Tensor:
-    """Return `value`, which belongs to this rank's part of `whole`, as a tensor that is sharded like `whole`."""
+    """Return `value`, this rank's part of `whole`, as a tensor sharded like `whole`."""
     if not is_sharded(whole):
         return value
     like = cast("DTensor", whole)
@@ -323,7 +315,7 @@ def as_shard_of(whole: Tensor, value: Tensor) -> Tensor:
 
 
 def shard_of(tensor: Any, whole: Tensor) -> Tensor:
-    """Return the elements of `whole` that this rank holds of a tensor of its shape."""
+    """Return this rank's part of `whole`, sharded like `tensor`."""
     if isinstance(tensor, FlatShard):
         return tensor.of(whole)
     if not is_sharded(tensor):
@@ -335,8 +327,8 @@ def shard_of(tensor: Any, whole: Tensor) -> Tensor:
 def full_tensor(tensor: Any) -> Tensor:
     """Return all of a sharded tensor on each rank, bitwise identical. All ranks that hold its shards together.
 
-    A tensor that is sharded along two axes of a mesh is summed from shards in zeros: to redistribute it along both is
-    wrong for shards of unequal sizes (torch 2.13: some ranks wait for others).
+    A tensor sharded along two axes is summed from shards in zeros: torch 2.13 hangs when it redistributes shards of
+    unequal sizes along both.
     """
     import torch
 
@@ -367,7 +359,7 @@ def full_tensor(tensor: Any) -> Tensor:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return the same memory as integers, which a sum with zeros leaves as they are."""
+    """Return the same memory as integers, which a sum with zeros leaves unchanged."""
     import torch
 
     flat = tensor.view(-1) if tensor.ndim else tensor.view(1)
@@ -386,7 +378,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def copy_from_full(tensor: Tensor, whole: Tensor) -> None:
-    """Copy the values of `whole` into a tensor; into a sharded one those of this rank's part."""
+    """Copy `whole` into a tensor; into a sharded one this rank's part."""
     everything = local_shards(whole).kind.whole
     for box in local_shards(tensor).boxes:
         shard_view(tensor, box).copy_(whole.detach()[box.within(everything)])  # `shard_view` is no part of a graph

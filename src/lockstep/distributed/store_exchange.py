@@ -1,10 +1,8 @@
-"""Waits and failures of ranks over the process group's store, where a collective would end after a time, or never.
+"""Waits and failures of ranks over the process group's store, where a collective would time out or never end.
 
-    rank 1   raises  -> fail(): a key in the store, then its connections are closed --.
-    rank 0   in a collective, which raises "connection closed by peer" at once  <-----'
-    all      barrier(): however long it takes, as long as none has failed
-
-The store is a server in the first rank's process, to which every rank is connected.
+rank 1   raises  -> fail(): a key in the store, then its connections are closed --.
+rank 0   in a collective, which raises "connection closed by peer" at once  <-----'
+all      barrier(): however long it takes, unless a rank fails
 """
 
 from __future__ import annotations
@@ -39,9 +37,8 @@ class StoreExchange:
     """The exchange of one session. All ranks make their exchanges in the same order.
 
     Args:
-        store: The process group's.
-        wakes: Whether `fail` closes this rank's connections to its peers, so that their collectives fail.
-        timeout: Seconds that ranks wait for each other once they have met; until then they wait half a minute at most.
+        wakes: `fail` closes this rank's connections to its peers, so that their collectives fail.
+        timeout: Seconds to wait for other ranks after they have met.
     """
 
     def __init__(self, store: Store, rank: int, size: int, *, wakes: bool, timeout: float) -> None:
@@ -60,13 +57,13 @@ class StoreExchange:
             self._store.set(f"listens/{self._rank}", json.dumps(sorted(_listening())))
 
     def fail(self) -> None:
-        """Post that this rank fails, for those that wait without a limit; make the collectives of its group fail."""
+        """Post that this rank fails, and make the collectives of its group fail."""
         with contextlib.suppress(RuntimeError):  # the first rank has ended, and its store with it
             self._store.set("failed", str(self._rank))
             self._disconnect()
 
     def barrier(self, ranks: Sequence[int]) -> None:
-        """Wait until all of `ranks` have called this as often as this one has, as long as no rank has failed.
+        """Wait until all of `ranks` have called this as often as this one has.
 
         Raises:
             PeerFailed: A rank has failed, or has ended.
@@ -98,7 +95,7 @@ class StoreExchange:
             raise PeerFailed("rank 0, which keeps the ranks' store, has ended") from error
 
     def _disconnect(self) -> None:
-        """Close the connections to peers, if collectives shall fail thereby."""
+        """Close the connections to peers, so that their collectives fail."""
         if self._wakes:
             keys = [f"listens/{rank}" for rank in self._all]
             posted = [self._store.get(key) for key in keys if self._store.check([key])]
@@ -109,22 +106,16 @@ class StoreExchange:
                         connection.shutdown(socket.SHUT_RDWR)
 
     def meet(self, status: object) -> list[object]:
-        """Return every rank's status, in the order of ranks, after a collective has failed.
-
-        A rank may wait in one for this one: its connections are closed.
-
-        Raises:
-            RunFailed: A rank doesn't answer.
-        """
+        """Return every rank's status after a collective has failed. Raises RunFailed if a rank doesn't answer."""
         self._disconnect()
         self._write("status", status)
         return self._read("status", self._all, self._meeting_timeout)
 
     def gather_if_all(self, ranks: Sequence[int], value: object) -> list[object]:
-        """Return the value of each of `ranks`, in their order, at a point that some of them may not reach.
+        """Return the value of each of `ranks`, at a point that some of them may not reach.
 
         Raises:
-            RunFailed: Some don't, in half the time for which others may wait for this one in a collective.
+            RunFailed: Some don't, within half the collective timeout.
         """
         between = f"all/{'-'.join(map(str, ranks))}"
         self._rounds[between] += 1

@@ -1,11 +1,6 @@
-"""Collectives for user code, such as objectives and loops, on any number of ranks.
+"""Collectives for user code, such as objectives and loops, on any number of ranks. All ranks call them together.
 
-    gather(v) = [v of rank 0, v of rank 1, ...]      broadcast(v) = v of rank 0      print_once: rank 0 prints
-
-    rank 0   reduce({"loss": 2.0}, weight=10)  --.
-    rank 1   reduce({"loss": 5.0}, weight=20)  --+--> {"loss": (2 x 10 + 5 x 20) / 30} on every rank
-
-All ranks call these together: those of the run or, outside of one, of the process group that was initialized, if any.
+Outside of a run they use the process group that was initialized, if any.
 """
 
 from __future__ import annotations
@@ -37,11 +32,7 @@ def gather(value: T) -> list[T]:
 
 
 def broadcast(value: T, source: int = 0) -> T:
-    """Return a rank's value, by default the first's, on all ranks; any picklable object.
-
-    Raises:
-        ValueError: There is no rank `source`.
-    """
+    """Return the value of rank `source` on all ranks; any picklable object. Raises ValueError for a wrong rank."""
     axis = all_ranks()
     if not 0 <= source < axis.size:
         raise ValueError(f"lockstep.loops.broadcast: there is no rank {source}; the last one is {axis.size - 1}")
@@ -49,13 +40,13 @@ def broadcast(value: T, source: int = 0) -> T:
 
 
 def print_once(*values: object) -> None:
-    """Print on the first rank only; outside a run, in the process that its launcher named rank 0 (`RANK`)."""
+    """Print on rank 0."""
     if rank_and_size()[0] == 0:
         print(*values, flush=True)
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks; outside a run, as its launcher named them."""
+    """Return this process's rank and the number of ranks; outside of a run, as its launcher set them."""
     if len(_axes) > 1 or dist.is_initialized():
         axis = all_ranks()
         return axis.rank, axis.size
@@ -63,7 +54,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def all_ranks() -> Axis:
-    """Return the ranks of the run or, outside of one, of the process group that this process has joined, if any."""
+    """Return the ranks of the run; outside of one, of the process group, if any."""
     if len(_axes) == 1 and dist.is_initialized():
         return RankGroup(dist.distributed_c10d._get_default_group())
     return _axes[-1]
@@ -94,17 +85,15 @@ def reduce(
     weight: float | Tensor = 1.0,
     how: Literal["mean", "sum", "min", "max"] = "mean",
 ) -> dict[str, float]:
-    """Return metrics over all ranks, the same on each; all ranks call it together. Too slow for each step.
+    """Return metrics over all ranks, the same on each. Too slow for each step.
 
     Args:
-        metrics: This rank's values by name, numbers or tensors with one element. A metric that a rank doesn't have is
-            reduced over the others.
-        weight: The number of samples or tokens behind this rank's values. The mean is weighted by it, so that ranks
-            with unequal batches count as they should; a rank with weight 0 doesn't count at all.
-        how: The reduction. A sum isn't multiplied by weights. NaN on one rank is NaN on all.
+        metrics: Numbers or tensors with one element, by name. A metric that a rank lacks is reduced over the others.
+        weight: Samples or tokens behind this rank's values: the mean is weighted by it, and 0 leaves the rank out.
+        how: A sum isn't weighted. NaN on one rank is NaN on all.
 
     Raises:
-        ValueError: `how` is unknown, a value is not one number, or a weight is negative: on every rank.
+        ValueError: On every rank, if `how` is unknown, a value is not one number, or a weight is negative.
     """
     if how not in _REDUCTIONS:
         raise ValueError(f"lockstep.loops.reduce has no {how!r}; it has {', '.join(_REDUCTIONS)}")
@@ -121,7 +110,7 @@ def reduce(
 
 
 def _checked(metrics: Mapping[str, Any], weight: Any) -> Any:
-    """Return values and weight as floats, or what is wrong with them: other ranks wait for an answer."""
+    """Return values and weight as floats, or what is wrong: other ranks wait for an answer."""
     name, values = "the weight", {}
     try:
         number = float(weight)

@@ -27,13 +27,7 @@ _STATE_PER_PARAMETER, _ACTIVATIONS_PER_INPUT, _ACTIVATIONS_PER_PARAMETER = 8, 2_
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Strategy and micro-batch of `auto`, found by simulated updates.
-
-    Attributes:
-        strategy: Its name.
-        micro_size: For `batch.micro_size: auto`.
-        why: A sentence.
-    """
+    """Strategy and micro-batch of `auto`, found by simulated steps, and why."""
 
     strategy: str
     micro_size: int
@@ -57,11 +51,7 @@ def choose_strategy(
 ) -> Choice:
     """Return the strategy in the config, or the one that `auto` chooses.
 
-    `auto` takes the single process on one rank; on more, what was decided by simulation, or else the first automatic
-    strategy whose training state fits.
-
-    Args:
-        memory, decision: As in `Machine`.
+    `auto` takes single on one rank; on more, the simulation's decision, or the first automatic strategy that fits.
 
     Raises:
         ConfigError: The strategy is only for one process.
@@ -102,11 +92,7 @@ def _automatic(config: Config, ranks: int, parameters: Sequence[ParameterFacts],
 
 
 def is_plenty(config: Config, ranks: int, parameters: Sequence[ParameterFacts], sample_bytes: int, memory: int) -> bool:
-    """Return whether any strategy fits by far, so that `auto` needs no simulation: a bound, not an estimate.
-
-    Args:
-        sample_bytes: Of the inputs of a sample.
-    """
+    """Return whether any strategy fits by far, so that `auto` needs no simulation: a bound, not an estimate."""
     size = sum(parameter.bytes for parameter in parameters)
     share = -(-config.batch.global_size // ranks)
     samples = share if config.batch.micro_size == "auto" else min(share, config.batch.micro_size)

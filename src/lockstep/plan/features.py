@@ -6,8 +6,7 @@
     act. offload     untested     untested                     runs with --allow-untested
     offload          -            cpu                          -: the strategy has no such option
 
-A row states the default; strategies and partitions state what differs. A test compares every `cpu` cell with the single
-process, and checks that every other cell is refused.
+A test compares every `cpu` cell with the single process, and checks that every other cell is refused.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ _WORST_FIRST: tuple[Standing, ...] = ("refused", "untested", "none", "cpu")
 
 @dataclass(frozen=True, slots=True)
 class FeatureRequest:
-    """The features that a run uses.
-
-    Attributes:
-        frozen: Number of parameter elements that are not trained.
-    """
+    """The features that a run uses; `frozen` is the number of frozen elements."""
 
     config: Config
     layout: RunLayout
@@ -48,9 +43,9 @@ class Feature:
     Attributes:
         key: The config key that selects it.
         requested: Whether a run uses it.
-        default: Its cell under strategies that state none.
+        default: Its cell under strategies that have none.
         axis: The mesh axis that it needs.
-        whole_matrices: It looks at whole matrices, so that a strategy that shards the state must support it.
+        whole_matrices: It needs whole matrices, so that a strategy that shards the state must support it.
     """
 
     name: str
@@ -130,13 +125,10 @@ def cell(layout: RunLayout, feature: str) -> Cell:
 
 
 def check_features(run: FeatureRequest, device: str | None = None) -> None:
-    """Refuse features that don't work together.
-
-    Args:
-        device: Where ranks compute, such as cpu or cuda; None: the config's `launch.device`.
+    """Refuse features that don't work together on a device (None: the config's `launch.device`).
 
     Raises:
-        ConfigError: A feature is refused, or untested without `run.allow_untested`; lists all of them.
+        ConfigError: Lists the features that are refused, or untested without `run.allow_untested`.
     """
     if problems := list(_problems(run, on_cpu=(device or run.config.launch.device) == "cpu")):
         raise ConfigError(problems)

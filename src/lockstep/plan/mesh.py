@@ -1,10 +1,10 @@
-"""Ranks as a mesh of axes, outermost first. Pure arithmetic, for any number of ranks.
+"""Ranks as a mesh of axes, outermost first. Pure arithmetic.
 
     pipeline 2 x tensor 2:     rank    0  1 | 2  3        neighbors on the tensor axis (most traffic) have
                             pipeline   0  0 | 1  1        consecutive ranks, so they are on one machine; those
                               tensor   0  1 | 0  1        on the pipeline axis (least traffic) are far apart
 
-A group is the set of ranks that differ along one axis alone: above, (0, 1) and (2, 3) along `tensor`.
+A group is the set of ranks that differ along one axis only: above, (0, 1) and (2, 3) along `tensor`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The size of each axis; an axis of one has no effect.
+    """The size of each axis.
 
     Attributes:
         pipeline: Stages of the model.
@@ -59,11 +59,11 @@ class Mesh:
 
     @property
     def pieces(self) -> int:
-        """Number of parts into which the model itself is partitioned."""
+        """Number of parts into which the model is partitioned."""
         return self.pipeline * self.tensor
 
     def with_context(self, *, divided: bool) -> Mesh:
-        """Return the mesh of the state, where ranks along `context` hold shards if it is `divided`, else replicas."""
+        """Return the mesh of the state: ranks along `context` hold shards if it is `divided`, else replicas."""
         data, shard = (1, self.context) if divided else (self.context, 1)
         return replace(self, data=self.data * data, shard=self.shard * shard, context=1)
 
@@ -73,7 +73,7 @@ class Mesh:
         return {axis: rank // self._stride(axis) % size for axis, size in zip(AXES, self.sizes, strict=True)}
 
     def groups(self, axis: Axis) -> Iterator[range]:
-        """Yield all groups along `axis`; each rank is in exactly one."""
+        """Yield all groups along `axis`."""
         stride = self._stride(axis)
         length = self.sizes[AXES.index(axis)] * stride
         for block in range(0, self.ranks, length):
@@ -86,11 +86,11 @@ class Mesh:
 
 
 def make_mesh(ranks: int, sizes: Mapping[Axis, int], rest: Axis = "data", *, fixed: bool = False) -> Mesh:
-    """Return the mesh of `ranks` ranks with these axes; if `data` isn't given, it follows from the others.
+    """Return the mesh of `ranks` ranks with these axes; `data` may follow from the others.
 
     Args:
         rest: The axis to advise another size for.
-        fixed: Its size is the user's, and doesn't follow from the ranks.
+        fixed: Its size is the user's.
 
     Raises:
         ConfigError: The product of the axes is not the number of ranks.
@@ -115,7 +115,7 @@ def mesh_of(parallel: Parallel, strategy: Strategy, ranks: int, machine_ranks: i
     """Return how a strategy arranges the ranks.
 
     Args:
-        machine_ranks: Ranks of one machine, which has all shards of a hybrid replica; None: all ranks.
+        machine_ranks: Ranks of one machine, which holds a hybrid replica; None: all ranks.
 
     Raises:
         ConfigError: The degrees contradict the strategy, or their product is not the number of ranks.
@@ -140,7 +140,7 @@ def mesh_of(parallel: Parallel, strategy: Strategy, ranks: int, machine_ranks: i
 
 
 def _partitioned(parallel: Parallel, strategy: Strategy, ranks: int) -> dict[Axis, int]:
-    """Return the degrees by which the model itself or its sequences are partitioned; those of one are left out."""
+    """Return the degrees above one of the axes that partition the model or its sequences."""
     axes: tuple[Axis, ...] = ("pipeline", "context", "tensor")
     requested = {axis: degree for axis in axes if (degree := getattr(parallel, axis)) != 1}
     degrees: dict[Axis, int] = {axis: degree for axis, degree in requested.items() if degree != "auto"}
@@ -175,7 +175,7 @@ def _partitioned(parallel: Parallel, strategy: Strategy, ranks: int) -> dict[Axi
 
 
 def _hybrid(parallel: Parallel, ranks: int, machine_ranks: int, partitioned: Mapping[Axis, int]) -> dict[Axis, int]:
-    """Return the sizes; if neither is given, all shards of a replica are on one machine."""
+    """Return the sizes; by default a replica is on one machine."""
     by = math.prod(partitioned.values())
     if parallel.data == "auto":
         return {"shard": max(1, machine_ranks // by) if parallel.shard == "auto" else parallel.shard, **partitioned}

@@ -1,10 +1,9 @@
-"""Parameter counts by module and dtype. Names and shapes suffice.
+"""Parameter counts by module and dtype.
 
     embedding.weight, layers.0.up.weight, layers.0.down.weight, layers.1.up.weight, ..., norm.weight
     --> embedding, layers.0-31 (32 alike), norm
 
-A module of a list is in one row with those of the list whose parameters are alike; any other is a row of its own, down
-to the second level of names.
+Alike modules of a list share a row; others have one each, down to the second level of names.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ _HEAD = ("module", "parameters", "trained", "dtype", "bytes")
 
 @dataclass(frozen=True, slots=True)
 class ModuleParameters:
-    """The parameters of a module, or of all modules of a list that are alike, in one dtype.
+    """The parameters of a module, or of all alike modules of a list, in one dtype.
 
     Attributes:
-        name: Qualified; of several alike modules with their numbers: `layers.0-31`; empty: the model itself.
+        name: `layers.0-31`; empty: the model itself.
         modules: Their number.
-        parameters, trainable: Numbers of elements, over all of them.
+        parameters, trainable: Elements of all of them.
     """
 
     name: str
@@ -68,14 +67,14 @@ def _line(row: ModuleParameters) -> tuple[str, ...]:
 
 
 def row_of(module: str) -> str:
-    """Return the module that has a row for a module: the outermost one in a list, or one of a higher level."""
+    """Return the module whose row has a module: the outermost one in a list, or one of a higher level."""
     path = module.split(".")
     numbered = next((place for place, part in enumerate(path) if part.isdecimal()), None)
     return ".".join(path[:_DEPTH] if numbered is None else path[: numbered + 1])
 
 
 def list_of(module: str) -> str:
-    """Return the list that a module is in; the module itself if it is in none."""
+    """Return the list that a module is in; else the module itself."""
     last = module.rpartition(".")[2]
     return module.removesuffix(last) if last.isdecimal() else module
 

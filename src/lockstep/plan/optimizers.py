@@ -1,9 +1,6 @@
-"""Groups parameters by their optimizer settings, and states the facts of each optimizer. Names and shapes suffice.
+"""Groups parameters by their optimizer settings, and has the facts of each optimizer. Names and shapes suffice.
 
-head.weight   [10, 64]   --> the first rule that matches, otherwise optim's own --> (lr_scale, weight_decay)
-head.bias     [10]                                                                  one group for each pair
-
-            bytes of state, p a parameter's bytes        looks at whole matrices    normalizes
+            bytes of state, p a parameter's bytes        needs whole matrices       normalizes
 adamw       2 p                                          no                         yes
 sgd         p, with momentum                             no                         no
 muon        p of a hidden matrix, otherwise as adamw     yes                        yes
@@ -25,12 +22,7 @@ from lockstep.core.records import ParameterFacts
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """A parameter group.
-
-    Attributes:
-        names: Parameters, in the model's order.
-        lr_scale: Factor on the run's learning rate.
-    """
+    """A parameter group: names in the model's order, factor on the learning rate, and weight decay."""
 
     names: tuple[str, ...]
     lr_scale: float
@@ -38,10 +30,10 @@ class Grouping:
 
 
 def group_parameters(parameters: Sequence[ParameterFacts], optim: Optim) -> tuple[Grouping, ...]:
-    """Return the trainable parameters in groups of equal settings, in the order of their first parameters.
+    """Return the trainable parameters in groups of equal settings.
 
     Raises:
-        ConfigError: No parameter is trainable, or a rule matches none at all (frozen ones count as matched).
+        ConfigError: No parameter is trainable, or a rule matches none (frozen ones count as matched).
     """
     names = [parameter.name for parameter in parameters]
     problems = [
@@ -67,9 +59,9 @@ def group_parameters(parameters: Sequence[ParameterFacts], optim: Optim) -> tupl
 
 
 def is_hidden_matrix(parameter: ParameterFacts) -> bool:
-    """Return whether Muon updates it: a matrix between the layers, neither an embedding nor a head.
+    """Return whether Muon updates it: a matrix that is neither embedding nor head, by its name.
 
-    The name decides, since a plan knows nothing else (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+    (Jordan et al. 2024, kellerjordan.github.io/posts/muon)
     """
     if len(parameter.shape) != 2:
         return False
@@ -122,14 +114,13 @@ class OptimizerFacts:
     """The facts of an optimizer that need no torch.
 
     Attributes:
-        state_bytes: Returns the bytes that it keeps of a trained parameter; moments are in the parameter's precision.
-        whole_matrices: Its step depends on whole matrices, so that a strategy that shards them must support it.
+        state_bytes: Of a trained parameter; moments are in the parameter's precision.
+        whole_matrices: Its step depends on whole matrices.
         factors: Entries of its state that have one element along a dim of a matrix: that dim, from the end.
-        unsharded_bytes: Returns those of `state_bytes` that each of the ranks holds that shard a parameter's rows.
-        exchanged: Returns the elements of a parameter that such ranks exchange: each travels to another rank and back,
-            in the precision in which the run computes.
-        summed_bytes: Returns the bytes that such ranks sum.
-        normalizes: Its step depends on a gradient's sign or on its ratio to its past, not on its size.
+        unsharded_bytes: Those of `state_bytes` that each rank holds when rows are sharded.
+        exchanged: Elements that such ranks send to another rank and back, in the compute precision.
+        summed_bytes: Bytes that such ranks sum.
+        normalizes: Its step depends on a gradient's sign or its ratio to its past, not on its size.
     """
 
     state_bytes: ParameterBytes
@@ -158,7 +149,7 @@ def _factored(parameter: ParameterFacts, optim: Optim) -> int:
 
 
 def _columns(parameter: ParameterFacts, optim: Optim) -> int:
-    """Return the bytes of the column factor of one matrix: it is the sum over the rows of all ranks."""
+    """Return the bytes of the column factor of one matrix, a sum over the rows of all ranks."""
     return parameter.shape[1] * parameter.element_bytes if len(parameter.shape) == 2 else 0
 
 
@@ -167,7 +158,7 @@ def _orthogonalized(parameter: ParameterFacts, optim: Optim) -> int:
 
 
 def _factor_sums(parameter: ParameterFacts, optim: Optim) -> int:
-    """Return the bytes of the sums of squares of a parameter and its update, and of a matrix's columns and rows."""
+    """Return the bytes of the sums of squares of a parameter and its update, and of a matrix's factors."""
     of_matrix = parameter.shape[1] + 1 if len(parameter.shape) == 2 else 0
     return (2 + of_matrix) * parameter.element_bytes
 

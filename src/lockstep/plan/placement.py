@@ -1,7 +1,7 @@
-"""Bytes of parameters, gradients and optimizer state on one rank under each strategy, and bytes sent in an update.
+"""Bytes of parameters, gradients and optimizer state on one rank under each strategy, and bytes sent in a step.
 
-                 parameters   gradients   optimizer          what each strategy's record states:
-    single            1           1           1              the number of ranks that share it
+                 parameters   gradients   optimizer          the number of ranks that share it
+    single            1           1           1
     ddp               1           1           1   + buckets
     fsdp              N           N           N
     zero2             1           N           N   + masters, a second copy of what is updated, also sharded
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Bytes on one rank; on the fullest one, where shards differ.
+    """Bytes on one rank, the fullest where shards differ.
 
     Attributes:
         strategy: The name of a variant or a layout.
         gradients: Buckets included.
-        optimizer: State between updates.
+        optimizer: State between steps.
     """
 
     strategy: str
@@ -52,11 +52,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The training state whose bytes are counted.
-
-    Attributes:
-        partial_sums: Most gradients that a rank holds, in addition to the one that a backward computes.
-    """
+    """The training state whose bytes are counted; `partial_sums`: further gradients that a rank holds at most."""
 
     parallel: Parallel
     optim: Optim
@@ -67,7 +63,7 @@ class State:
 def placements(
     state: State, ranks: int, layout: RunLayout | None = None, mesh: Mesh | None = None
 ) -> tuple[Placement, ...]:
-    """Return a row for every variant of every strategy; hybrids, whose replicas the user chooses, only where planned.
+    """Return a row for every variant of every strategy; hybrids only if planned.
 
     Args:
         layout: The planned one, on its `mesh`; all others are on their default meshes.
@@ -85,7 +81,7 @@ def placements(
 
 
 def partial_sums(batch: BatchConfig, ranks: int) -> int:
-    """Return the partial sums of gradients that a rank of an invariant run holds at most."""
+    """Return the most partial sums of gradients that a rank of an invariant run holds."""
     if batch.micro_size == "auto":
         return 0
     plan = plan_batch(batch.global_size, batch.micro_size, ranks, fixed=True)
@@ -132,11 +128,11 @@ def _share(size: int, ranks: int, sharded: bool) -> int:
 
 
 def traffic(name: str, volume: Volume, ranks: int, *, micro_batches: int = 1, replicas: int = 1) -> Traffic:
-    """Return the bytes that a rank sends in an update under the variant of this name.
+    """Return the bytes that a rank sends in a step under the variant of this name.
 
     Args:
-        micro_batches: Micro-batches of each rank; ddp and fsdp reduce gradients once, in the last of them.
-        replicas: Replicas of a hybrid, a divisor of `ranks`.
+        micro_batches: Of each rank; ddp and fsdp reduce gradients once, in the last.
+        replicas: Of a hybrid, a divisor of `ranks`.
     """
     assert ranks % replicas == 0
     return find_variant(name)[1].sends(Update(volume, ranks // replicas, replicas, micro_batches))
@@ -145,10 +141,7 @@ def traffic(name: str, volume: Volume, ranks: int, *, micro_batches: int = 1, re
 def sent_bytes(
     config: Config, layout: RunLayout, parameters: Sequence[ParameterFacts], mesh: Mesh, batch: BatchPlan
 ) -> float | None:
-    """Return the bytes that a rank sends in an update; None where the model or its sequences are divided over ranks.
-
-    As `volume_of` without more knowledge of the model: fsdp may gather less than that under mixed precision.
-    """
+    """Return the bytes that a rank sends in a step; None where the model or its sequences are partitioned."""
     if mesh.pieces > 1 or mesh.context > 1:
         return None
     if mesh.shares == 1:
@@ -166,12 +159,11 @@ def volume_of(
     lowered: Collection[str] = (),
     at_root: Collection[str] = (),
 ) -> Volume:
-    """Return the bytes of a model that travel, in the types in which the config has them gathered and reduced.
+    """Return the bytes of a model that travel, in the types in which they are gathered and reduced.
 
     Args:
-        lowered: Names of those that autocast casts wherever a forward uses them (`lockstep.engine.cast_weights`):
-            fsdp and ZeRO-3 gather those in its type.
-        at_root: Names of the parameters in no block.
+        lowered: Parameters that autocast casts wherever they are used: fsdp and ZeRO-3 gather those in its type.
+        at_root: Names of parameters in no block.
     """
     strategy, narrow = find_strategy(config.parallel.strategy), ELEMENT_BYTES.get(config.precision.compute, 4)
     facts, trained = OPTIMIZERS[config.optim.name], [parameter for parameter in parameters if parameter.trainable]

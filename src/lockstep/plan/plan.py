@@ -1,7 +1,4 @@
-"""Plans a run from a config, a number of ranks, a dataset and a model, before any process exists.
-
-config + ranks + DataFacts + ParameterFacts --> Plan --> describe (people), as_json (programs)
-"""
+"""Plans a run from a config, a number of ranks, and the facts of dataset and model, before any process exists."""
 
 from __future__ import annotations
 
@@ -37,20 +34,19 @@ class Plan:
     """The plan of a run.
 
     Attributes:
-        ranks: Processes, over all machines.
+        ranks: Over all machines.
         strategy: Never `auto`.
         variant: Name of its layout: `fsdp-grad-op`, `pipeline-1f1b+fsdp`.
-        why: The reason why `auto` chose the strategy.
+        why: Why `auto` chose the strategy.
         steps, samples, tokens: Of the whole run; None if unknown in advance.
-        has_tokens: Whether the data is known to consist of tokens, or the run's length is a number of them.
-        epoch_samples: Samples that an epoch trains on; 0 if unknown.
-        epoch_steps: Updates in an epoch; 0 if unknown.
+        has_tokens: Whether the data consists of tokens, or the run's length is a number of them.
+        epoch_samples, epoch_steps: 0 if unknown.
         parameters, trainable, frozen: Numbers of elements.
-        modules: The parameters by module.
-        groups: The trainable parameters by optimizer settings.
+        modules: Parameters by module.
+        groups: Trainable parameters by optimizer settings.
         placements: Bytes per rank under each strategy.
         warnings: Probable mistakes, a sentence each.
-        sent: Bytes that a rank sends in an update; None where the model or its sequences are divided over ranks.
+        sent: Bytes that a rank sends in a step, if known.
         bubble: Share of its time that a rank of a pipeline waits.
     """
 
@@ -78,7 +74,6 @@ class Plan:
 
     @property
     def placement(self) -> Placement:
-        """The placement under the planned strategy."""
         return next(row for row in self.placements if row.strategy == self.variant)
 
 
@@ -88,10 +83,10 @@ class Machine:
 
     Attributes:
         ranks: Ranks on one machine; None: all.
-        memory: Bytes for each rank; None: unknown, and assumed to suffice.
-        device: Where ranks compute, such as cpu or cuda; None: unknown, unless the config states it.
+        memory: Bytes for each rank; None: assumed to suffice.
+        device: Such as cpu or cuda; None: unknown.
         decision: What `auto` takes, where a simulation has shown it.
-        undecided: Why a simulation that was tried has not shown it; empty: none was needed.
+        undecided: Why a simulation has failed; empty: none was needed.
     """
 
     ranks: int | None = None
@@ -164,24 +159,14 @@ def make_plan(
 
 
 def check_alone(config: Config) -> None:
-    """Check a strategy's options as far as they depend neither on the number of ranks nor on the model.
-
-    Code that the config names is not imported: the config may come from another user.
-
-    Raises:
-        ConfigError: The options are refused.
-    """
+    """Check a strategy's options without ranks and model, and without importing code. Raises ConfigError."""
     for strategy in strategies():
         if strategy.name == config.parallel.strategy and strategy.check_alone:
             resolved(strategy.check_alone)(config)
 
 
 def check_on_ranks(config: Config, ranks: int) -> None:
-    """Check a run on a number of ranks by arithmetic alone, without its model and data.
-
-    Raises:
-        ConfigError: It is refused.
-    """
+    """Check a run on a number of ranks without its model and data. Raises ConfigError."""
     _, layout, batch = _layout_on(config, choose_strategy(config, ranks).strategy, ranks)
     check_features(FeatureRequest(config, layout, batch, frozen=0))
 
@@ -258,7 +243,7 @@ def _schedule_warnings(schedule: Schedule, steps: int | None) -> Iterator[str]:
 
 
 def _idle(parallel: Parallel, strategy: Strategy, mesh: Mesh) -> Iterator[str]:
-    """Warn of options without effect; they are kept for the day that the strategy changes."""
+    """Warn of options without effect."""
     idle = []
     for other in strategies():
         changed = [name for name, _ in changed_options(parallel, other)]
@@ -297,7 +282,7 @@ def _bubble(options: PipelineParallel, mesh: Mesh, batch: BatchPlan) -> Iterator
 
 
 def describe(plan: Plan) -> str:
-    """Return the plan for people: a few aligned lines and a table."""
+    """Return the plan for people."""
     why = because(plan)
     steps = _UNKNOWN if plan.steps is None else f"{plan.steps:,}"
     number = f"{(plan.steps or 0) / max(plan.epoch_steps, 1):.4g}"
@@ -323,7 +308,7 @@ def describe(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan for programs: only plain values."""
+    """Return the plan as plain values."""
     values = dataclasses.asdict(plan)
     values["placements"] = [{**dataclasses.asdict(row), "total": row.total} for row in plan.placements]
     values["batch"] |= {"even": plan.batch.even, "waste": plan.batch.waste}

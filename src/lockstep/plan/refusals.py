@@ -1,9 +1,4 @@
-"""Refuses what doesn't work with a partitioned model, or makes bits depend on the number of ranks.
-
-pipeline, tensor, context      refuse_for_partitions
-run.determinism: invariant     refuse_variable: micro-batches that don't depend on ranks --> the same kernels on the
-                               same numbers --> gradients added in one order
-"""
+"""Refuses what doesn't work with a partitioned model, or makes bits depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -23,17 +18,13 @@ _FIXED_STAGES = {"zbv": 2, "gpipe": 1, "1f1b": 1}
 
 
 def refuse_for_partitions(config: Config, layout: RunLayout, mesh: Mesh) -> None:
-    """Refuse what isn't possible with a partitioned model or sequences, or would be ignored.
-
-    Raises:
-        ConfigError: Lists all of it.
-    """
+    """Refuse what isn't possible with a partitioned model or sequences. Raises ConfigError."""
     if mesh.pieces > 1 or mesh.context > 1:
         _raise_all(_for_partitions(config, layout, mesh))
 
 
 def before_unused(strategy: str, mesh: Mesh) -> str:
-    """Return what must change before `parallel.ddp.find_unused_parameters` is accepted, as "leave x out and "."""
+    """Return what must change before `find_unused_parameters` is accepted, as "leave x out and "."""
     if not find_strategy(strategy).finds_unused:
         return "take parallel.strategy: ddp and "
     axes = [f"parallel.{axis}" for axis in ("pipeline", "tensor") if getattr(mesh, axis) > 1]
@@ -72,7 +63,7 @@ def changed_options(parallel: Parallel, strategy: Strategy) -> list[tuple[str, o
 
 
 def _of_heads(model: Model, degree: int) -> Iterator[tuple[str, str]]:
-    """Refuse numbers of heads that aren't a multiple of the degree: each rank has whole heads."""
+    """Refuse numbers of heads that the degree doesn't divide."""
     if not isinstance(model, TransformerModel):
         return
     for name, size in (("heads", model.heads), ("key-value heads", model.kv_heads or model.heads)):
@@ -82,7 +73,7 @@ def _of_heads(model: Model, degree: int) -> Iterator[tuple[str, str]]:
 
 
 def nearest_divisors(size: int, degree: int) -> str:
-    """Return the divisors of `size` next to `degree`, below and above."""
+    """Return the divisors of `size` next to `degree`."""
     below = max(number for number in range(1, min(size, degree) + 1) if size % number == 0)
     above = next((number for number in range(degree, size + 1) if size % number == 0), None)
     return f"{below}" if above is None else f"{below} or {above}"
@@ -105,11 +96,7 @@ def _of_pipelines(options: PipelineParallel, layout: RunLayout) -> Iterator[tupl
 
 
 def refuse_variable(config: Config, strategy: Strategy, ranks: int) -> None:
-    """Refuse what makes bits depend on the ranks, or has no effect in an invariant run.
-
-    Raises:
-        ConfigError: Lists all of it.
-    """
+    """Refuse what makes the bits of an invariant run depend on the ranks. Raises ConfigError."""
     _raise_all(_variable(config.batch, config.parallel, strategy, ranks, compiles=config.model.compile))
 
 

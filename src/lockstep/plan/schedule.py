@@ -1,13 +1,10 @@
-"""Computes learning rates, intervals and the end of a run from progress alone.
+r"""Computes learning rates, intervals and the end of a run from progress. Nothing here has state.
 
-    rate     peak |    ________________                warmup      (step + 1) / (warmup steps + 1), or of logarithms
-                  |   /                \\_              curve       of the kind, over what is left after the warmup
-                  |  /                   \\__           final       final_ratio x peak, at the end of the run
-                  | /                       \\ final
-                  +-------------------------- done
-    interval before |--*------*----| after              a multiple was passed, so the update is due, once
-
-Nothing here has state, so nothing needs saving and nothing can get out of step.
+rate     peak |    ________________                warmup      (step + 1) / (warmup steps + 1), or of logarithms
+              |   /                \_              curve       of the kind, over what is left after the warmup
+              |  /                   \__           final       final_ratio x peak, at the end of the run
+              | /                       \ final
+              +-------------------------- done
 """
 
 from __future__ import annotations
@@ -84,10 +81,9 @@ def _curve(schedule: Schedule, over: float) -> float:
 
 
 def is_due(every: Every, before: Progress, after: Progress, epoch_samples: int) -> bool:
-    """Return whether the update from `before` to `after` reached or passed a multiple of the interval.
+    """Return whether the step from `before` to `after` reached a multiple of the interval.
 
-    For minutes the answer is always False, since ranks could disagree about the time: the loop requests those through
-    the vote.
+    False for minutes, about which ranks could disagree: the loop requests those through the vote.
     """
     if every.unit == "minutes":
         return False
@@ -101,7 +97,7 @@ def is_due(every: Every, before: Progress, after: Progress, epoch_samples: int) 
 
 @lru_cache(maxsize=64)
 def _epochs(number: float, epoch_samples: int) -> tuple[int, int]:
-    """Return `number` epochs as a whole number of samples, over a scale: 0.3 epochs of 7 samples are 21 / 10."""
+    """Return `number` epochs as samples over a scale: 0.3 epochs of 7 samples are 21 / 10."""
     interval = Fraction(str(number)) * epoch_samples
     return interval.numerator, interval.denominator
 
@@ -113,7 +109,7 @@ LENGTHS = ("steps", "samples", "tokens", "epochs")
 
 
 def epoch_length(facts: DataFacts, global_size: int, drop_last: bool) -> tuple[int, int]:
-    """Return the updates in an epoch, and their samples: those of incomplete batches only without `drop_last`.
+    """Return the steps in an epoch, and their samples.
 
     Raises:
         ConfigError: `drop_last` leaves nothing to train on.
@@ -131,10 +127,7 @@ def epoch_length(facts: DataFacts, global_size: int, drop_last: bool) -> tuple[i
 
 
 def horizon(run: Run, global_size: int, facts: DataFacts, drop_last: bool = False) -> int | None:
-    """Return the updates of the whole run; None for a budget of tokens over samples of different lengths.
-
-    A budget of samples, tokens or epochs, fractions of epochs too, is rounded up to whole updates.
-    """
+    """Return the steps of the whole run, rounded up; None for tokens over samples of different lengths."""
     if run.steps is not None:
         return run.steps
     updates, epoch_samples = epoch_length(facts, global_size, drop_last)
@@ -149,10 +142,7 @@ def horizon(run: Run, global_size: int, facts: DataFacts, drop_last: bool = Fals
 
 
 def fraction_done(run: Run, progress: Progress, epoch_samples: int) -> float:
-    """Return the fraction of the run's budget that is used, in [0, 1].
-
-    It is counted in the unit of the budget: a run resumed with another global batch ends after the same samples.
-    """
+    """Return the fraction of the run's budget that is used, in [0, 1], in the unit of the budget."""
     used, budget = used_of_budget(run, progress, epoch_samples)
     return min(1.0, used / budget)
 
@@ -164,7 +154,7 @@ def is_finished(run: Run, progress: Progress, epoch_samples: int) -> bool:
 
 
 def used_of_budget(run: Run, progress: Progress, epoch_samples: int) -> tuple[int, int]:
-    """Return (used, budget) in the unit of the budget; the last update may exceed it."""
+    """Return (used, budget) in the unit of the budget; the last step may exceed it."""
     if run.steps is not None:
         return progress.steps, run.steps
     if run.tokens is not None:

@@ -25,10 +25,10 @@ def stages_of(schedule: Schedule, stages_per_rank: int | Literal["auto"]) -> int
 
 
 def balanced(costs: Sequence[float], stages: int, last: float = 0.0) -> list[int]:
-    """Return the index of each stage's first block: no stage is empty, and the slowest is as fast as possible.
+    """Return the index of each stage's first block, so that the slowest stage is as fast as possible.
 
     Args:
-        last: The cost of the last stage in addition to its blocks.
+        last: Cost of the last stage in addition to its blocks.
     """
     assert 1 <= stages <= len(costs), f"{stages} stages of {len(costs)} blocks"
     sums = [0.0, *itertools.accumulate(costs)]
@@ -60,9 +60,8 @@ def bubble(schedule: Schedule, ranks: int, stages_per_rank: int, micro_batches: 
     """Return the fraction of its time that a rank waits, if all stages cost the same and a backward two forwards.
 
     p ranks, m micro-batches, v stages a rank. gpipe and 1f1b: (p - 1) / (m + p - 1) (Narayanan et al. 2021,
-    arXiv:2104.04473, section 2.2.1); interleaved: (p - 1) / (v m + p - 1) (ibid., 2.2.2). zero-bubble: the gradients of
-    weights, a third of the work, fill in: (p - 1) / (3 v m + p - 1) at best; zbv has none with m >= 2 p (Qi et al.
-    2024, arXiv:2401.10241, table 2).
+    arXiv:2104.04473, section 2.2.1); interleaved: (p - 1) / (v m + p - 1) (ibid., 2.2.2). zero-bubble: (p - 1) /
+    (3 v m + p - 1) at best; zbv has none with m >= 2 p (Qi et al. 2024, arXiv:2401.10241, table 2).
     """
     idle, work = float(ranks - 1), float(stages_per_rank * micro_batches)
     if schedule == "zbv" and micro_batches >= 2 * ranks:

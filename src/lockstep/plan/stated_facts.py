@@ -1,9 +1,4 @@
-"""The facts about data that a config states by itself, so that a plan needs neither the dataset nor a network.
-
-data       on the hub, or token files that don't exist yet; existing files are read
-model      states its own sizes: vocabulary, classes
-run        has steps, samples or tokens; only the data has the length of an epoch
-"""
+"""Facts about data that a config has by itself, so that a plan needs neither the dataset nor a network."""
 
 from __future__ import annotations
 
@@ -27,7 +22,7 @@ NOT_READ = "data.train was not read: the plan assumes one epoch, and the vocabul
 
 
 def facts_of_config(config: Config) -> DataFacts | None:
-    """Return the facts that planning needs; None if the dataset itself has to be read."""
+    """Return the facts that planning needs; None if the dataset has to be read."""
     sizes, run = sizes_of_config(config), config.run
     if sizes is None:
         return None
@@ -42,7 +37,7 @@ def facts_of_config(config: Config) -> DataFacts | None:
 
 
 def sizes_of_config(config: Config) -> DataFacts | None:
-    """Return facts that suffice for the sizes of an update, as if an epoch were one; None if data has to be read."""
+    """Return facts that suffice for the sizes of a step; None if data has to be read."""
     data = config.data.train
     if _is_local(data) or not model_states_sizes(config.model):
         return None
@@ -60,7 +55,7 @@ def _is_local(data: DataSource) -> bool:
 
 
 def model_states_sizes(model: Model) -> bool:
-    """Return whether the model's section has the sizes that data would have to give otherwise."""
+    """Return whether the model's section has the sizes that data would give otherwise."""
     match model:
         case HuggingFaceModel():
             keys = model.architecture or {}

@@ -1,15 +1,12 @@
-"""A sum of numbered terms in one order of additions, whichever ranks hold them. Pure bookkeeping.
+"""A sum of numbered terms in one order of additions, whichever ranks hold them.
 
     terms     0   1   2   3   4        level 0
               '-+-'   '-+-'   |        level 1: nodes (1, 0), (1, 1); a node without right neighbor moves up unchanged
                 '---+---'     |        level 2
                     '----+----'        level 3: the whole
 
-    rank 0 holds 0 1 2    adds 0 + 1,  keeps 2              2 nodes
-    rank 1 holds 3 4      adds nothing: 3 belongs to 2      2 nodes
-
-Floating-point addition isn't associative, so sums are bitwise identical only if the same pairs are added. The pairs
-follow from the number of terms alone; a rank adds the pairs that it holds and passes on the rest, a few nodes per rank.
+Floating-point sums are bitwise identical only if the same pairs are added. The pairs follow from the number of terms; a
+rank adds those that it holds and passes on the rest, a few nodes per rank.
 """
 
 from __future__ import annotations
@@ -30,10 +27,6 @@ class Node(NamedTuple):
 class FixedSum(Generic[T]):
     """Adds values as far as they form pairs.
 
-    Args:
-        terms: Number of terms in the whole sum.
-        add: Adds two values, the left one first.
-
     Attributes:
         nodes, values: The partial sums that are held, from left to right.
     """
@@ -45,7 +38,7 @@ class FixedSum(Generic[T]):
         self.values: list[T] = []
 
     def put(self, node: Node, value: T) -> None:
-        """Add a node to the right of all that are held, adjacent or not."""
+        """Add a node to the right of all that are held."""
         self.values.append(value)
         for _ in range(_joined(self.nodes, node, self._terms)):
             right = self.values.pop()
@@ -53,7 +46,7 @@ class FixedSum(Generic[T]):
 
 
 def nodes_of(first: int, stop: int, terms: int) -> list[Node]:
-    """Return the nodes that remain of the terms [first, stop) once all their pairs are added."""
+    """Return the nodes that remain of the terms [first, stop)."""
     nodes: list[Node] = []
     for term in range(first, stop):
         _joined(nodes, Node(0, term), terms)
@@ -61,7 +54,7 @@ def nodes_of(first: int, stop: int, terms: int) -> list[Node]:
 
 
 def most_held(first: int, stop: int, terms: int) -> int:
-    """Return the most values held at a time while the terms [first, stop) are added one after the other."""
+    """Return the most values held at a time while the terms [first, stop) are added."""
     nodes: list[Node] = []
     most = 0
     for term in range(first, stop):

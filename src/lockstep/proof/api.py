@@ -1,7 +1,4 @@
-"""Verification from Python, with a model and data as objects.
-
-lockstep.verify(config, model=Net, train_dataset=points, ranks=(1, 2)) --> [Row(strategy="ddp", passed=True, ...), ...]
-"""
+"""Verification from Python, with a model and data as objects."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class ComparedRuns:
     """Rows of all runs, with what to know about them.
 
     Attributes:
-        notes: What was changed for the comparison, what depends on ranks by design, and what wasn't run.
+        notes: What was changed, what depends on ranks by design, and what wasn't run.
         not_covered: How the config partitions its model or sequences, if no run does.
     """
 
@@ -54,19 +51,16 @@ def verify(
 ) -> list[Row]:
     """Run `config` under each strategy on each number of ranks, and compare with one process on the same samples.
 
-    Ranks are separate processes, so your objects stay unchanged. They are forked; where this process has threads or
-    uses an accelerator, they receive the objects by pickling: then define these at the top level of a module.
+    Ranks are processes, so your objects stay unchanged. They are forked; where this process has threads or uses an
+    accelerator, objects are pickled: then define them at the top level of a module.
 
     Args:
-        config: As in `lockstep.train`.
+        config, trust_run, **objects: As in `lockstep.train`.
         strategies: Names, or `all`.
         ranks: One or several numbers of ranks.
-        steps: Updates of each run.
+        steps: Of each run.
         precision: Of forward and backward.
-        trust_run: As in `lockstep.train`.
-        tamper: Called with each session except the reference's before its first update: inject a fault, to see that
-            it is found.
-        **objects: `model`, `train_dataset`, ...: see `lockstep.Objects`.
+        tamper: Called with each session except the reference's before its first step, to inject a fault.
 
     Returns:
         A row for each run; its `passed` is None where the strategy refuses.
@@ -97,7 +91,7 @@ def compare_strategies(
     """Run what `verify` and the command share.
 
     Args:
-        show: Called with each row as soon as it is known, by the process that knows it.
+        show: Called with each row as soon as it is known.
         introduce: Called with the plan before anything runs.
     """
     if names_a_rank(os.environ):

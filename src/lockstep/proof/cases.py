@@ -1,4 +1,4 @@
-"""Chooses the runs that are compared: strategies x ranks x (optimizer, micro-batches). Arithmetic only, without torch.
+"""Chooses the runs that are compared: strategies x ranks x (optimizer, micro-batches). Without torch.
 
 reference     the config on one process
 configured    the config's optimizer, micro size and global size, under each strategy
@@ -38,7 +38,7 @@ class Case:
     Attributes:
         number: Index among all cases, refused ones included.
         strategy: Name of its layout.
-        optimizer: Name of its optimizer, and of the reference run.
+        optimizer: Of the run and its reference.
         accumulation: Micro-batches per rank.
     """
 
@@ -63,10 +63,9 @@ class VerificationPlan:
     """All runs of a verification.
 
     Attributes:
-        references: Single-process configs by the name of their optimizer.
-        cases: The runs that are compared with them.
+        references: Single-process configs by optimizer.
         refused: Runs that are refused before any process starts.
-        left_out: Strategies on numbers of ranks that make no sense together, and why.
+        left_out: Runs that make no sense, and why.
         notes: What was changed in the config.
         not_covered: How the config partitions its model or sequences, if no run does, and the strategy to ask for.
     """
@@ -80,11 +79,7 @@ class VerificationPlan:
 
 
 def selected_layouts(names: str | Sequence[str]) -> list[str]:
-    """Return the names of the selected layouts; `all` selects every one.
-
-    Raises:
-        ConfigError: A strategy doesn't exist.
-    """
+    """Return the names of the selected layouts; `all`: every one. Raises ConfigError."""
     selected = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     known = layouts()
     if selected == ["all"]:
@@ -101,11 +96,7 @@ def selected_layouts(names: str | Sequence[str]) -> list[str]:
 def plan_verification(
     config: Config, names: Sequence[str], ranks: Sequence[int], precision: Precise, gpus: int
 ) -> VerificationPlan:
-    """Return the runs that compare a config under the named layouts with a single process.
-
-    Args:
-        gpus: Number of accelerators that one process can use.
-    """
+    """Return the runs that compare a config under the named layouts; `gpus`: visible accelerators."""
     base, notes = _comparable(config, precision)
     linear, known = _with_sgd(base), layouts()
     reference = known[REFERENCE.name]
@@ -251,7 +242,7 @@ def _without_rounding(parallel: Parallel) -> tuple[Parallel, list[str]]:
 
 
 def _with_sgd(config: Config) -> Config:
-    """Return the config with SGD with momentum at a constant rate; clipping, decay and rules stay."""
+    """Return the config under SGD with momentum at a constant rate."""
     if config.optim.name == "sgd":
         return config
     optim = config.optim.model_copy(update={"name": "sgd", "lr": _SGD_RATE, "momentum": 0.9, "nesterov": False})

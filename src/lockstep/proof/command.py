@@ -1,7 +1,4 @@
-"""Prints and writes the result of comparing every strategy with the single process.
-
-Exit code 3: a run deviates. Exit code 2: none could be compared.
-"""
+"""Prints and writes the comparison of every strategy with the single process."""
 
 from __future__ import annotations
 
@@ -47,11 +44,8 @@ def verify(
     Args:
         recipe: Name of the config.
         strategies: Names separated by commas, or `all`.
-        ranks: Numbers of processes to run each strategy on.
-        steps: Updates of each run.
         page: Where to write the page; None: runs/verify-RECIPE.html.
         as_json: Print the rows as a JSON list.
-        trust_remote_code: Run code that comes with a downloaded model.
     """
     refuse_given(loaded)
     objects = UserObjects(trust_remote_code=trust_remote_code)

@@ -129,7 +129,7 @@ class RunComparison:
         return compare(pairs, self._folder / name, self._order, measure)
 
     def _gradient_slack(self) -> float:
-        """Return how much the gradient may differ because the weights do: about their share of the distance covered.
+        """Return how much the gradient may differ because the weights do.
 
         Only a normalizing optimizer makes more of rounding than rounding.
         """
@@ -137,7 +137,7 @@ class RunComparison:
         return min(before.worst, self._weight_tolerance) if before is not None and self._normalizes else 0.0
 
     def _relative_to_norm(self, global_norm: float, tolerance: float) -> Measure:
-        """Measure relative to the parameter's gradient norm, or to a share of the global one if that is larger."""
+        """Measure relative to the parameter's gradient norm, or a share of the global one if larger."""
 
         def measure(name: str, run: Tensor, expected: Tensor) -> tuple[float, bool]:
             deviation, norm = (run - expected).norm().item(), expected.norm().item()
@@ -150,7 +150,7 @@ class RunComparison:
         return measure
 
     def _relative_to_rate(self) -> Measure:
-        """Measure the root mean square relative to the summed learning rate; rounding of weights is allowed, too."""
+        """Measure the root mean square relative to the summed learning rate, beyond rounding of weights."""
         summed_rate, updates = self.evidence.summed_rate, len(self._records)
 
         def measure(name: str, run: Tensor, expected: Tensor) -> tuple[float, bool]:
@@ -175,7 +175,7 @@ def _first_batches(session: Session, steps: int) -> Iterator[GlobalBatch]:
 
 
 def _gather_record(session: Session, batch: GlobalBatch) -> UpdateRecord:
-    """Return the record of an update that isn't committed yet. All ranks take part."""
+    """Return the record of a step that isn't committed yet. All ranks take part."""
     components = components_of(session)
     own = (batch.count, batch.digest)
     gathered = cast("list[Any]", components.world.axis.gather(own if components.position.reports_counts else None))
@@ -196,7 +196,7 @@ def _add_report(records: list[UpdateRecord], report: StepReport) -> None:
 
 
 def _unequal_parameter(session: Session) -> str | None:
-    """Return the first parameter that several ranks hold whole, with different values. All ranks take part."""
+    """Return the first replicated parameter with different values on different ranks. All ranks take part."""
     own = {
         name: (parameter.detach().double().sum().item(), parameter.detach().double().abs().sum().item())
         for name, parameter in components_of(session).sharding.state.model.named_parameters()
@@ -296,7 +296,7 @@ def _larger(first: float, second: float) -> float:
 
 
 def _fit(dot: float, run_square: float, reference_square: float) -> tuple[float, float]:
-    """Return the factor c that brings c x reference nearest to the run, and what remains, relative to the reference."""
+    """Return the factor c that brings c x reference nearest to the run, and the rest relative to the reference."""
     if not reference_square > 0 or not math.isfinite(dot):
         return 1.0, math.inf if run_square or not math.isfinite(dot) else 0.0
     factor = dot / reference_square

@@ -1,10 +1,7 @@
 """Finds what makes a run depend on the number of ranks and micro-batches by design, and turns off what can be.
 
-    nn.Dropout(p)               set to 0: dropout is keyed by update, data rank and micro-batch
-    attention_dropout=0.1       set to 0: a number on a module, or on the config that a transformers model reads
-    batch norm, random data     noted
-
-After its last update the reference repeats forwards, which shows the same of code that none of these rules knows:
+Dropout is set to 0; batch norm and random data are noted. After its last step the reference repeats forwards, which
+shows the same of other code:
 
     8 samples, twice                        7.31  7.52      a forward depends on earlier ones
     8 samples, other seeds                  7.31  7.40      it draws random numbers
@@ -71,7 +68,7 @@ def _set_to_zero(holder: Any, prefix: str, disabled: dict[str, float], *, is_dro
 
 
 def design_notes(session: Session) -> list[str]:
-    """Return why this run may depend on the micro-batch size and the number of ranks, if anything does."""
+    """Return why this run may depend on the micro-batch size and the number of ranks."""
     components = components_of(session)
     notes = []
     if components.coupled is not None or not components.objective.decomposes:
@@ -86,7 +83,7 @@ def design_notes(session: Session) -> list[str]:
 
 
 def _draws(source: Source) -> bool:
-    """Return whether samples change with the seed; a source that may draw random numbers need not."""
+    """Return whether samples change with the seed."""
     indices = np.arange(min(_FETCHED, source.facts.samples))
     fetched = (fetch(source, FetchRequest(indices, False, 0, seed)) for seed in (1, 2))
     first, second = (tree_leaves((samples.inputs, samples.targets)) for samples in fetched)

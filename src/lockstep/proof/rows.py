@@ -22,22 +22,19 @@ Status = Literal["passed", "failed", "refused", "crashed"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One run compared with the single process. Differences are the largest of all its steps; None where nothing ran.
+    """One run compared with the single process. Differences are the largest of all steps; None where nothing ran.
 
     Attributes:
         accumulation: Micro-batches per rank.
-        steps: Number of updates that were compared.
         max_loss_difference, max_norm_difference: Relative.
         max_gradient_difference: Of a parameter, relative to its gradient's norm.
-        max_weight_difference: Of a parameter after the last step, relative to the summed learning rate; root mean
-            square over its elements.
+        max_weight_difference: Of a parameter after the last step: root mean square over the summed learning rate.
         max_element_difference: The same of a single element.
         passed: None if the strategy refused.
         step: The first step that deviates, from 1; 0: the initial weights.
-        parameter: The first parameter that deviates at this step, in the model's order, if one does.
+        parameter: The first parameter that deviates at this step, if one does.
         what: The deviation, in a sentence.
         reason: Its likely cause; or why the run was refused, or how it crashed.
-        seconds: Duration of the run.
     """
 
     strategy: str

@@ -1,11 +1,11 @@
-"""Launch the ranks of all runs, and continue where some of them fail.
+"""Launches the ranks of all runs, and continues where some of them fail.
 
-    1 rank      references --> folder: a record of each update
+    1 rank      references --> folder: a record of each step
     n ranks     one launch: every run on n ranks, one after the other, in one process group
                 refused: a row; the same ranks continue with the next run
                 crashed: a row; new ranks continue with the rest
 
-Only ranks compute: this process never imports torch, so that they can be forked from it.
+This process never imports torch, so that ranks can be forked from it.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ class VerificationJob:
     """Everything a launch needs; pickled where ranks can't be forked.
 
     Attributes:
-        folder: On this machine, for what ranks exchange with each other and with the launcher.
-        objects: The objects that the caller of `verify` handed over.
-        tamper: Called with each session before its first update, except the reference's.
-        show: Called with each row as soon as it is known, by the process that knows it.
+        folder: For what ranks exchange with each other and with the launcher.
+        tamper: Called with each session before its first step, except the reference's.
+        show: Called with each row as soon as it is known.
     """
 
     folder: Path
@@ -80,7 +79,7 @@ def run_plan(
     tamper: Tamper | None = None,
     show: Callable[[Row], None] | None = None,
 ) -> tuple[list[Row], list[str]]:
-    """Run all cases; return their rows, and notes on what of the model depends on ranks by design.
+    """Run all cases; return their rows, and notes on what depends on ranks by design.
 
     Raises:
         ConfigError: The reference can't be run as configured.
@@ -204,7 +203,7 @@ def _run_on_rank(job: VerificationJob) -> int:
 
 
 def run_case(job: VerificationJob, case: Case, world: World) -> Row:
-    """Run a case on this rank. After a failure that all ranks share they can run the next; any other is raised."""
+    """Run a case on this rank. After a failure that all ranks share they can run the next; others are raised."""
     from lockstep.proof.comparison import RunComparison
     from lockstep.training.job import opened
 
@@ -234,14 +233,14 @@ def run_case(job: VerificationJob, case: Case, world: World) -> Row:
 
 
 def _with_copied_model(objects: UserObjects) -> UserObjects:
-    """Return the objects with a copy of the model, if it is a module: modules are trained in place."""
+    """Return the objects with a copy of the model: modules are trained in place."""
     from torch import nn
 
     return replace(objects, model=copy.deepcopy(objects.model)) if isinstance(objects.model, nn.Module) else objects
 
 
 def _all_ranks_failed(folder: Path, case: Case, ranks: int) -> bool:
-    """Return whether all ranks have failed in this case, so that none waits for another in a collective."""
+    """Return whether all ranks have failed in this case, so that none waits in a collective."""
     deadline = time.monotonic() + _FAILURE_WAIT_S
     while time.monotonic() < deadline:
         if all((folder / f"{case.number}.{_FAILED}-{rank}").exists() for rank in range(ranks)):

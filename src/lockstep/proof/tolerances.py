@@ -1,7 +1,6 @@
 """How much a run may differ from the single process: see docs/verify.md.
 
-A sum of floating-point numbers depends on the order of its terms, and ranks and micro-batches change that order.
-Correct runs therefore differ in the last bits; a fault differs by more than any order of the same terms could.
+The order of a floating-point sum depends on ranks and micro-batches, so correct runs differ in the last bits.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class Tolerance:
         gradient: Of each parameter, relative to its gradient's norm.
         weights: Root mean square over a parameter, relative to the summed learning rate, under SGD.
         normalized_weights: The same under a normalizing optimizer.
-        noise: A gradient whose norm is below this share of the global norm is compared relative to that share: the loss
-            hardly depends on some parameters (the bias of an attention's keys), and their gradient is rounding.
+        noise: Share of the global norm below which a gradient is rounding, and compared relative to that share.
     """
 
     loss: float

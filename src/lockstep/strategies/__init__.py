@@ -1,11 +1,4 @@
-"""The strategies: each is one record in one file, and one line in the registry.
-
-section     the base of every section of a config
-record      what a record states: options, mesh, memory, traffic, refusals, how it is built
-single, dp, ddp, fsdp, deepspeed      the records
-partitions  the mesh axes along which a model or its sequences are partitioned: pipeline, context, tensor
-registry    all records, registered ones included, and what combines with what
-"""
+"""The strategies: each is one record in one file, and one line in the registry."""
 
 from lockstep.strategies.record import (
     Cell,

@@ -1,7 +1,6 @@
 """torch's DistributedDataParallel: every rank holds everything, gradients are all-reduced during the backward.
 
-Where the model is partitioned, `sharding.replicas` sums its gradients, and the options of DistributedDataParallel have
-no effect.
+For a partitioned model `sharding.replicas` sums gradients instead, and the options have no effect.
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ class PowerSGD(Section):
     """PowerSGD gradient compression (Vogels et al. 2019, arXiv:1905.13727)."""
 
     rank: Positive = 4
-    """Rank of the matrices that approximate a gradient; a higher one is more exact and sends more."""
+    """Rank of the approximation; higher is more exact and sends more."""
     start_step: Annotated[int, Field(ge=2)] = 10
-    """Updates before it starts; plain all-reduce until then."""
+    """Steps of plain all-reduce before it starts."""
 
 
 class DDP(Section):
     """Options of DistributedDataParallel."""
 
     find_unused_parameters: bool = False
-    """Allow a batch to leave out parameters that other batches use, such as experts; under fsdp also whole modules,
-    such as skipped layers, at the cost of a small message for each module that is gathered."""
+    """Allow parameters that a batch doesn't use, such as experts; under fsdp also whole modules, such as skipped
+    layers."""
     gradient_as_bucket_view: bool = True
-    """Gradients are views of the buckets that are reduced, which saves one copy of all gradients."""
+    """Gradients are views of the buckets, which saves a copy of all gradients."""
     static_graph: bool = False
-    """State that every update uses the same parameters in the same order, which lets DDP reduce more at once."""
+    """Every step uses the same parameters in the same order, so that DDP can reduce more at once."""
     bucket_mb: Annotated[float, Field(gt=0)] = 25.0
     """MiB of gradients per all-reduce."""
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    """Compression of gradients between ranks. It is lossy: the run is no longer that of a single process."""
+    """Lossy compression of gradients between ranks: the run differs from a single process."""
     powersgd: PowerSGD = PowerSGD()
     sync_batchnorm: bool = False
     """Batch norm over all ranks' samples; needs GPUs."""

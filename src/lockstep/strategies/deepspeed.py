@@ -2,15 +2,11 @@
 
                  gathered                reduced            in units of (N - 1) / N, as rings do it
     zero1          P                      2 G               P: bytes of all parameters, G: of all gradients
-    zero2          P                      2 M G             M: micro-batches of an update
+    zero2          P                      2 M G             M: micro-batches of a step
     zero3        2 M P                     M G
 
-Where P = G and M = 1, ddp's 2 G and the 3 G of fsdp and zero3 are those of Rajbhandari et al. 2020, "ZeRO: Memory
-optimizations toward training trillion parameter models" (arXiv:1910.02054), section 7. Its 2 G of stages 1 and 2 would
-need gradients to be scattered; DeepSpeed 0.19 all-reduces them (`use_multi_rank_bucket_allreduce`), which makes it 3 G.
-
-The row of zero3 holds for a model of more than `stage3_max_live_parameters` (10^9 elements): a smaller one stays
-gathered from forward to backward, which saves up to M P.
+See Rajbhandari et al. 2020 (arXiv:1910.02054), section 7; its 2 G of stages 1 and 2 need gradients to be scattered, and
+DeepSpeed 0.19 all-reduces them. zero3 sends less for a model below `stage3_max_live_parameters` (10^9 elements).
 """
 
 from __future__ import annotations
@@ -27,19 +23,19 @@ class DeepSpeed(Section):
     """Options of DeepSpeed ZeRO. Batch, optimizer, schedule, clipping and precision have sections of their own."""
 
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
-    """ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
+    """0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters."""
     offload_optimizer: Literal["none", "cpu"] = "none"
     """cpu: keep optimizer state in host memory and update there."""
     offload_param: Literal["none", "cpu"] = "none"
     """cpu: keep parameters in host memory between uses (stage 3)."""
     pin_memory: bool = False
-    """Page-locked memory for what is offloaded to the host."""
+    """Page-locked memory for what is offloaded."""
     bf16_weights: bool = False
-    """Keep the model in bf16 beside the fp32 values that are updated, as DeepSpeed's own bf16 mode does, for stages 2
-    and 3 with precision.compute: bf16. It halves the memory of parameters; activations that nothing casts are bf16."""
+    """Keep the model in bf16 beside the fp32 weights that are updated, for stages 2 and 3 with `precision.compute:
+    bf16`. It halves the memory of parameters."""
     config: PathText | dict[str, Any] | None = None
-    """An existing DeepSpeed config, as a JSON file or a mapping: `auto` is filled in from this config, what contradicts
-    it is refused, every other key is passed to DeepSpeed or refused by name."""
+    """An existing DeepSpeed config, as a JSON file or a mapping. `auto` is filled in, contradictions are refused, other
+    keys are passed on or refused by name."""
 
 
 STRATEGY = Strategy(

@@ -2,7 +2,7 @@
 
              gathered                reduced            in units of (N - 1) / N, as rings do it
 fsdp         M (2 P - P root)          G                P: bytes of all parameters, P root: of those in no block
-fsdp-grad-op M P                       G                G: bytes of all gradients, M: micro-batches of an update
+fsdp-grad-op M P                       G                G: bytes of all gradients, M: micro-batches of a step
 hybrids      among the shards of a replica; then each shard's gradients are all-reduced among the replicas
 """
 
@@ -29,23 +29,23 @@ Precise = Literal["fp32", "bf16", "fp16"]
 
 
 class FSDPPrecision(Section):
-    """Types that FSDP gathers, reduces and computes in.
+    """Types in which FSDP gathers, reduces and computes.
 
-    Parameters at rest and optimizer state stay fp32, and `precision.compute` still selects the precision of autocast.
-    With fp16 in any of them, `precision.loss_scale` applies.
+    Parameters and optimizer state stay fp32, and `precision.compute` still selects autocast. With fp16,
+    `precision.loss_scale` applies.
     """
 
     param_dtype: Precise | None = None
-    """Type of the parameters that are gathered and computed with; null: that of `precision.compute` for weights that
-    autocast would cast, fp32 for all others (norms, embeddings)."""
+    """Type of gathered parameters; null: `precision.compute` for weights that autocast would cast, fp32 for others
+    (norms, embeddings)."""
     reduce_dtype: Precise = "fp32"
-    """Type in which gradients are summed over ranks."""
+    """Type in which gradients are reduced."""
     output_dtype: Precise | None = None
-    """Type to which the outputs of each wrapped module are cast; null: no cast."""
+    """Type to which outputs of wrapped modules are cast; null: no cast."""
     buffer_dtype: Precise | None = None
-    """Type to which the model's floating-point buffers are cast, once; null: no cast."""
+    """Type to which floating-point buffers are cast; null: no cast."""
     cast_forward_inputs: bool = True
-    """Cast the inputs of each wrapped module to `param_dtype`, if that is given."""
+    """Cast inputs of wrapped modules to `param_dtype`."""
 
     @property
     def rounds_to_fp16(self) -> bool:
@@ -59,25 +59,23 @@ class FSDP(Section):
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"] = (
         "FULL_SHARD"
     )
-    """FULL_SHARD: parameters, gradients and optimizer state are sharded; SHARD_GRAD_OP: the same at rest, but
-    parameters stay gathered from the forward to the end of the backward; NO_SHARD: nothing is sharded; HYBRID_SHARD:
-    FULL_SHARD over `parallel.shard` ranks, in each of `parallel.data` replicas; _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP in
-    each replica."""
+    """FULL_SHARD: shard parameters, gradients and optimizer state; SHARD_GRAD_OP: keep parameters gathered from forward
+    to backward; NO_SHARD: shard nothing; HYBRID_SHARD: FULL_SHARD over `parallel.shard` ranks, in each of
+    `parallel.data` replicas; _HYBRID_SHARD_ZERO2: SHARD_GRAD_OP in each replica."""
     wrap: Literal["blocks", "size", "root"] | tuple[str, ...] = "blocks"
-    """Unit that is gathered at a time: each of the model's repeated blocks; modules of `min_num_params` or more; root:
-    the whole model; or the modules of these classes, such as `[LlamaDecoderLayer]`."""
+    """Unit to gather: the repeated blocks; modules of `min_num_params` or more (size); the whole model (root); or these
+    classes, such as `[LlamaDecoderLayer]`."""
     min_num_params: Positive = 100_000_000
-    """Size of a unit under `wrap: size`: its number of parameters, without those of modules wrapped inside."""
+    """`wrap: size`: parameters of a unit, without those of modules wrapped inside."""
     mixed_precision: FSDPPrecision = FSDPPrecision()
     reduce_every: Literal["update", "micro-batch"] = "update"
-    """update: gradients are reduced once, and kept whole until then; micro-batch: after each backward, so that a rank
-    keeps only its shard, and sends a multiple of the bytes."""
+    """update: reduce gradients once per step; micro-batch: after each backward, which saves memory and sends more."""
     backward_prefetch: Literal["BACKWARD_PRE"] = "BACKWARD_PRE"
-    """The next block's parameters are gathered while the backward of this one runs; FSDP2 has no other way."""
+    """Gather the next block during this block's backward; FSDP2 has no other way."""
     forward_prefetch: bool = False
-    """Gather the next block's parameters before this one's forward, where the host falls behind."""
+    """Gather the next block before this block's forward."""
     cpu_offload: bool = False
-    """Parameters, gradients and optimizer state are in the host's memory, which also computes the update; for GPUs."""
+    """Keep parameters, gradients and optimizer state in host memory, and update there; for GPUs."""
 
 
 def _full_shard(update: Update) -> Traffic:

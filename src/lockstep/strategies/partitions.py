@@ -17,25 +17,24 @@ class PipelineParallel(Section):
     """The partition of a model into stages, and the order in which micro-batches pass through them."""
 
     schedule: PipelineSchedule = "1f1b"
-    """1f1b keeps the activations of as many micro-batches as there are stages, gpipe those of all; interleaved-1f1b
-    gives each rank several stages and waits less; zero-bubble (interleaved) and zbv (two stages a rank, in a V) delay
-    gradients of weights until a rank would wait."""
+    """gpipe keeps activations of all micro-batches, 1f1b of as many as there are stages; interleaved-1f1b has several
+    stages per rank and waits less; zero-bubble and zbv delay weight gradients to fill the bubble."""
     stages_per_rank: Positive | Auto = "auto"
-    """auto: 2 where the schedule interleaves, otherwise 1; zbv always has 2."""
+    """auto: 2 if the schedule interleaves, otherwise 1; zbv always has 2."""
     split: tuple[str, ...] | Auto = "auto"
-    """Names of the blocks that stages begin with, from the second stage on; auto: stages of about the same cost."""
+    """Names of the blocks that stages begin with, from the second stage on; auto: stages of equal cost."""
 
 
 class TensorParallelOptions(Section):
     """The sharding of a model's matrices over the ranks of `parallel.tensor`."""
 
     plan: Literal["auto"] | dict[str, str] = "auto"
-    """auto: the plan of Lockstep's transformer, or the one in a Hugging Face config; or the style of each module by a
-    pattern of its name, such as `{"layers.*.query": colwise, "layers.*.out": rowwise}`."""
+    """auto: the plan of the model or its Hugging Face config; or a style for each pattern of module names, such as
+    `{"layers.*.query": colwise, "layers.*.out": rowwise}`."""
     sequence_parallel: bool = False
-    """Shard activations between the sharded matrices by position; norms and dropout work on these shards."""
+    """Shard activations between the sharded matrices by position."""
     loss_parallel: bool = False
-    """Compute the loss on logits that stay sharded by the vocabulary; evaluations gather them."""
+    """Compute the loss on logits sharded by vocabulary."""
 
 
 _TWICE = refused(

@@ -5,10 +5,9 @@
     Partition     pipeline-1f1b: how a model or its sequences are partitioned along one more axis of the mesh
     RunLayout     pipeline-1f1b+fsdp: the partitions and the variant of one run
 
-Bytes sent are in units of (N - 1) / N on N ranks, as rings do it: a rank sends that share of what is gathered or
-scattered, and twice that of what is all-reduced (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-clusters of workstations", section 2). Votes and norms (a few numbers), buffers, and activations that a pipeline sends
-from stage to stage are not counted.
+Bytes sent are in units of (N - 1) / N on N ranks, as rings do it (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations", section 2): once what is gathered or scattered, twice what is all-reduced.
+Votes, norms, buffers, and activations between stages are not counted.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Cell:
     Attributes:
         standing: `cpu`: tested on the CPU against the single process; `none`: the strategy has no such option.
         gpu: Where and when it was tested on a GPU: `H200, 2026-11-20, 1a2b3c4`.
-        on_cpu: The problem to report to ranks that compute on the CPU, where the feature is only for GPUs.
+        on_cpu: The problem to report on the CPU, for features of GPUs.
     """
 
     standing: Standing
@@ -74,8 +73,8 @@ class Volume:
     Attributes:
         parameters: In the type that they are gathered in.
         gradients: In the type that they are reduced in.
-        at_root: Of the parameters, those in no block: gathered once, where those of blocks are gathered twice.
-        exchanged: What an optimizer of whole matrices gathers, each matrix on one rank, and sends back.
+        at_root: Of the parameters, those in no block: gathered once, those of blocks twice.
+        exchanged: What an optimizer of whole matrices gathers, each on one rank, and sends back.
         summed: What it sums over the shards.
     """
 
@@ -88,13 +87,7 @@ class Volume:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that a rank sends in an update, at most 1 byte off.
-
-    Attributes:
-        gathered: Of parameters.
-        reduced: Of gradients.
-        optimizer: What the optimizer sends itself.
-    """
+    """Bytes that a rank sends in a step: of parameters, of gradients, and by the optimizer itself."""
 
     gathered: float = 0.0
     reduced: float = 0.0
@@ -107,7 +100,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One update whose traffic is computed, on shards x replicas ranks with `micro_batches` on each."""
+    """One step whose traffic is computed, on shards x replicas ranks with `micro_batches` on each."""
 
     volume: Volume
     shards: int
@@ -117,10 +110,10 @@ class Update:
     def traffic(self, gathers: float, reduces: float, at_root: float = 0.0) -> Traffic:
         """Return what a rank sends if the shards gather all parameters and scatter all gradients this many times.
 
-        Replicas then all-reduce each shard's gradients. The optimizer's own exchange is among the shards.
+        Replicas then all-reduce each shard's gradients.
 
         Args:
-            at_root: How many times the shards gather the parameters in no block, in addition.
+            at_root: How many more times the shards gather the parameters in no block.
         """
         volume, share = self.volume, (self.shards - 1) / self.shards
         all_reduced = 2 * (self.replicas - 1) / self.replicas * volume.gradients / self.shards
@@ -145,8 +138,8 @@ class StateSharding:
 
     Attributes:
         note: What it means, in a sentence.
-        masters: Each rank holds a second copy of the values that it updates, with its optimizer state.
-        gradient_copies: How many copies of gradients a rank holds, given the options.
+        masters: Each rank holds a second copy of the values that it updates.
+        gradient_copies: Copies of gradients on a rank, given the options.
         kept_whole: `module:function`: (options, elements of each parameter) -> which ones are also whole on each rank.
     """
 
@@ -164,11 +157,11 @@ class Variant:
     """One setting of a strategy's options, under its name in tables, `plan` and `verify`.
 
     Attributes:
-        options: Keys of the strategy's options, and their values, that select it.
-        sends: The bytes that a rank sends in an update.
+        options: Options that select it.
+        sends: The bytes that a rank sends in a step.
         cells: Features that differ from the strategy's.
         title: Its name in messages; empty: the strategy's name.
-        replicated: The option, `KEY: VALUE`, that does the same with several replicas; empty: there is none.
+        replicated: The option, `KEY: VALUE`, that does the same with several replicas, if any.
         implied: It needs no mention in the name of a product.
     """
 
@@ -193,11 +186,9 @@ class Strategy:
     """A strategy, complete: a new one is this record, and a line in the registry.
 
     Attributes:
-        build: A `sharding.context.Builder`, which builds the strategy on a rank; or `module:NAME` of one, which is
-            imported when a run starts.
-        import_on_cpu: `module:function`, (torch's device of the CPU): it imports what every rank needs, in a launcher
-            that forks ranks. It must start no threads.
-        check_model: `module:function`, (model, config): it raises ConfigError for what the modules alone show.
+        build: A `sharding.context.Builder`, which builds the strategy on a rank; or `module:NAME` of one.
+        import_on_cpu: `module:function` that imports what ranks need, in a launcher that forks them; starts no threads.
+        check_model: `module:function`, (model, config): raises ConfigError for what the modules show.
         variants: The first is the default.
         family: The heading of its table in docs/strategies.md.
         options, key: The section of its options, under `parallel.KEY`; empty: its name.
@@ -205,26 +196,25 @@ class Strategy:
         one_process: A description of its one process, for a strategy that has no further ranks.
         axes, verified_axes: The mesh axes (pipeline, context, tensor) that it combines with; that `verify` combines.
         conflicts: Partitions that it doesn't combine with: name -> (key, why).
-        automatic: `parallel.strategy: auto` may choose it, in the order of the registry, the first that fits.
+        automatic: `parallel.strategy: auto` may choose it, in the order of the registry.
         invariant: Its runs can be bitwise identical on any number of ranks (`run.determinism: invariant`).
-        varying_options: Options whose other values make bits depend on ranks: name -> why, with {value} and {why}.
+        varying_options: Options that make bits depend on ranks: name -> why, with {value} and {why}.
         whole_model: The subject of its options, if they apply only to a model that isn't partitioned.
         holds_everything: Each rank has the whole training state.
-        needs_optimizer: It takes a model only together with its optimizer: not to evaluate whole weights.
+        needs_optimizer: It takes a model only together with its optimizer.
         finds_unused: It can leave out parameters without gradient (`parallel.ddp.find_unused_parameters`).
         heeds: Options of other strategies that apply to it, such as {"ddp": "find_unused_parameters"}.
         cells: Features that differ from the table's defaults.
-        element_bytes: Bytes of an element of what is gathered (None: in the type that each is used in), and reduced.
+        element_bytes: Bytes of an element of what is gathered (None: as used), and reduced.
         offloads: Whether the options ask for offloading.
-        saves_memory: Options with which an update of several micro-batches holds less: name -> value. They are the
-            first change that `plan` names where a run doesn't fit.
-        lossy: What the options lose of a gradient, in a sentence; None: nothing.
+        saves_memory: Options that save memory in a step of several micro-batches: name -> value.
+        lossy: What the options lose of a gradient, in a sentence, if anything.
         remarks: What else the start of a run prints about the options.
         unwrapped: What it prints if the strategy has left the model as it was.
-        rounding: Options that make a run in fp32 round: a proof in fp32 leaves them out.
+        rounding: Options that make a run in fp32 round: a verification in fp32 leaves them out.
         rounds_to_fp16: Whether gradients pass through fp16, which needs a loss scale.
-        check: `module:function`, (config, plan) -> warnings; it raises ConfigError for what can't be done.
-        check_alone: `module:function`, (config): the same without ranks, data and model, for `lockstep config check`.
+        check: `module:function`, (config, plan) -> warnings; raises ConfigError.
+        check_alone: `module:function`, (config): the same without ranks, data and model.
         values: `module:function`, (config, keys that the user has set) -> values by further keys, of its own config.
     """
 
@@ -264,7 +254,6 @@ class Strategy:
 
     @property
     def section(self) -> str:
-        """The key of its options under `parallel`."""
         return self.key or self.name.replace("-", "_")
 
     @property
@@ -273,11 +262,7 @@ class Strategy:
         return any(variant.divides for variant in self.variants)
 
     def options_of(self, parallel: Parallel) -> Any:
-        """Return the checked options; None if the strategy has none.
-
-        Raises:
-            ConfigError: They don't fit the section.
-        """
+        """Return the checked options; None if the strategy has none. Raises ConfigError."""
         if self.options is None:
             return None
         written = dict(parallel).get(self.section, {})
@@ -314,7 +299,7 @@ class Partition:
     Attributes:
         axis: pipeline, context or tensor.
         parallel: The keys of section `parallel` that select it.
-        cells: Features that differ from those of the strategy alone.
+        cells: Features that differ from those of the strategy.
         divides_model: The model itself is partitioned, not its sequences.
         product: `verify` runs it with strategies that shard, and with other partitions of the model.
     """
@@ -353,7 +338,7 @@ class RunLayout:
 
     @property
     def parallel(self) -> dict[str, Any]:
-        """The keys of section `parallel` that select it; degrees that follow from the number of ranks are left out."""
+        """The keys of section `parallel` that select it, without degrees that follow from the ranks."""
         keys: dict[str, Any] = {"strategy": self.strategy.name}
         if self.variant.options:
             keys[self.strategy.section] = dict(self.variant.options)

@@ -2,8 +2,8 @@
 
 parallel.strategy: fsdp                  a record listed here
 parallel.strategy: my_package:STRATEGY   a record by `module:Name`, or `file.py:Name`
-parallel.strategy: mine                  a record passed to `lockstep.extend.register_strategy`, or an entry point of
-                                         the group `lockstep.strategies` in an installed package
+parallel.strategy: mine                  registered by `lockstep.extend.register_strategy`, or by an entry point of the
+                                         group `lockstep.strategies`
 """
 
 from __future__ import annotations
@@ -34,13 +34,10 @@ _written: dict[str, str] = {}
 
 
 def register_strategy(strategy: Strategy) -> None:
-    """Register a strategy, so that `parallel.strategy` can name it.
-
-    Ranks that another process starts must register it too: call this where the strategy is defined, at the top of a
-    module.
+    """Register a strategy for `parallel.strategy`. Call it at the top of a module, so that all ranks do.
 
     Raises:
-        ConfigError: Another strategy has its name, or one of its variants' names; or the record is wrong.
+        ConfigError: Another strategy or variant has its name; or the record is wrong.
     """
     for variant in strategy.variants:
         if variant.mesh not in get_args(MeshKind):
@@ -69,7 +66,7 @@ def names() -> tuple[str, ...]:
 
 
 def _known(name: str) -> str:
-    """Check a name without importing the code that it names: the config may come from another user."""
+    """Check a name without importing the code that it names."""
     from lockstep.core.extensions import registered
 
     if name in names() or ":" in name or name in registered("strategies"):
@@ -91,8 +88,6 @@ def option_sections() -> dict[str, type[BaseModel]]:
 
 def checked_options(strategy: str, written: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of registered strategies, checked, by their keys in section `parallel`.
-
-    `Strategy.options_of` checks the options of a strategy that has to be imported first.
 
     Args:
         written: Every key that the section itself doesn't have.
@@ -121,11 +116,7 @@ def _inside(key: str, details: ErrorDetails) -> InitErrorDetails:
 
 
 def find_strategy(name: str) -> Strategy:
-    """Return the strategy that `parallel.strategy` names; import and register one that isn't registered yet.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return the strategy that `parallel.strategy` names; import and register it if necessary. Raises ConfigError."""
     if name in _strategies:
         return _strategies[name]
     from lockstep.core.extensions import load
@@ -140,7 +131,7 @@ def find_strategy(name: str) -> Strategy:
 
 
 def written_name(strategy: Strategy) -> str:
-    """Return the name by which a config finds the strategy, in other processes too."""
+    """Return the name by which a config finds the strategy in other processes."""
     return _written.get(strategy.name, strategy.name)
 
 
@@ -165,7 +156,7 @@ def layout_of(parallel: Parallel, strategy: Strategy) -> RunLayout:
 
 
 def layouts() -> dict[str, RunLayout]:
-    """Return every layout of `verify` and the feature table by name: all variants, all partitions, tested products."""
+    """Return every layout of `verify` and the feature table by name: variants, partitions, tested products."""
     return {layout.name: layout for layout in _layouts()}
 
 

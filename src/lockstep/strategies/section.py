@@ -32,7 +32,7 @@ class Section(BaseModel):
 
 
 def without_effect(section: Section, switch: str) -> str:
-    """Return the keys of a section that aren't as by default, but for its switch, as the subject of a sentence."""
+    """Return the keys of a section, except its switch, that aren't at their defaults, as a subject."""
     fields = type(section).model_fields
     names = [name for name, field in fields.items() if name != switch and getattr(section, name) != field.default]
     return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}" if names else ""
