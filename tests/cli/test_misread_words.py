@@ -16,10 +16,10 @@ MESSAGES: dict[str, tuple[str, str]] = {
         "plan stdlib-lm --memory 80",
         "--memory: '80' would be 80 bytes; write 80GiB, or 80B for bytes",
     ),
-    "a rehearsal": ("train --dry-run", "--dry-run: `lockstep plan` shows what a run will be, and starts none;"),
+    "a rehearsal": ("train --dry-run", "--dry-run: `lockstep plan` shows what a run will be, and starts none"),
     "a file behind a flag": (
         "train --config x.yaml",
-        "--config: a config is named without a flag: lockstep train x.yaml",
+        "--config: name the file without a flag",
     ),
     "a tracker": ("train --wandb", f"--wandb: {TRACKERS}"),
     "a tracker's project": ("train --wandb-project x", f"--wandb-project: {TRACKERS}"),
@@ -66,8 +66,7 @@ MESSAGES: dict[str, tuple[str, str]] = {
     ),
     "a model by name": (
         "train --model gpt2",
-        "--model: 'gpt2' is not a mapping; a name or folder goes into model: {kind: huggingface, task: causal-lm, "
-        "pretrained: gpt2}",
+        "--model: Lockstep's key is model.kind: write `model.kind: huggingface` and `model.pretrained: gpt2`",
     ),
     "patience": ("train --patience 3", "--patience: write monitor.early_stopping: {metric: SET.METRIC, patience: N}"),
     "TOML": (
@@ -76,12 +75,11 @@ MESSAGES: dict[str, tuple[str, str]] = {
     ),
     "a metric misspelt": (
         "config check stdlib-lm --checkpoint.best held-out.los",
-        "--checkpoint.best: checkpoint.best names the metric 'los', which no evaluation has; did you mean "
-        "held-out.loss?",
+        "--checkpoint.best: checkpoint.best: no evaluation has the metric 'los'; did you mean loss?",
     ),
     "a set misspelt": (
         "config check stdlib-lm --checkpoint.best held-ot.loss",
-        "--checkpoint.best: checkpoint.best names the evaluation set 'held-ot'; data.evaluation has: held-out",
+        "--checkpoint.best: checkpoint.best held-ot.loss names no set of data.evaluation, which has: held-out",
     ),
     "a flag against the recipe": (
         "config check stdlib-lm --optim.in_backward true",
@@ -90,7 +88,7 @@ MESSAGES: dict[str, tuple[str, str]] = {
     ),
     "a flag against the recipe, in another section": (
         "config check stdlib-lm --memory.activation_checkpointing.mode budget",
-        "--memory.activation_checkpointing.mode: memory.activation_checkpointing.mode budget is that of torch's",
+        "--memory.activation_checkpointing.mode: memory.activation_checkpointing.mode budget needs model.compile",
     ),
     "two flags": (
         "config check stdlib-lm --schedule.warmup_steps 5 --schedule.warmup_ratio 0.1",

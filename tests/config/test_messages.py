@@ -144,8 +144,8 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         [],
         "/run.yaml:6:19: parallel.fsdp.fsdp_activation_checkpointing: Lockstep's key is "
         "memory.activation_checkpointing.mode: write `memory.activation_checkpointing.mode: none`\n"
-        "/run.yaml:7:10: memory.activation_checkpointing: every 2 needs a mode that recomputes: write mode: "
-        "full, or leave it out\n"
+        "/run.yaml:7:10: memory.activation_checkpointing: every 2 is an option of mode full or "
+        "selective; none would ignore it\n"
         "/run.yaml:4:1: gradient_checkpointing: Lockstep's key is memory.activation_checkpointing.mode: write "
         "`memory.activation_checkpointing.mode: full`\n"
         "/run.yaml:5:1: activation_checkpointing: Lockstep's key is memory.activation_checkpointing.mode; true "

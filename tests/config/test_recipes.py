@@ -87,10 +87,10 @@ def test_a_recipe_and_files_over_it(tmp_path: Path) -> None:
     assert resolve_recipe(str(more)).name == "more"
 
 
-@pytest.mark.parametrize(("make", "what"), [(os.mkfifo, "a pipe or a device"), (Path.mkdir, "a folder")])
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, make: Callable[[Path], None], what: str) -> None:
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "run.yaml")
-    with pytest.raises(ConfigError, match=f"run.yaml is {what}, and a config is a file"):
+    with pytest.raises(ConfigError, match=r"run\.yaml is not a file"):
         resolve_recipe(str(tmp_path / "run.yaml"))
     with pytest.raises(ConfigError, match="can't be read: "):
         read_foreign(tmp_path / "run.yaml", None)

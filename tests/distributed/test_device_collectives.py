@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.config.schema import Launch
 from lockstep.core.records import Tally
-from lockstep.distributed import collectives, host_group, store_exchange
+from lockstep.distributed import collectives, host_group
 from lockstep.distributed.collectives import RankGroup, own_group
 from lockstep.distributed.consensus import DeviceConsensus
 from lockstep.distributed.host_group import pickled
@@ -131,16 +131,6 @@ def _wait_beyond_the_timeout() -> None:
 
 def test_a_barrier_has_no_limit() -> None:
     in_world(2, _wait_beyond_the_timeout)
-
-
-def test_a_rank_that_comes_while_others_look_for_it_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
-    exchange = store_exchange.StoreExchange(dist.HashStore(), 0, 3, wakes=False, timeout=1.0)
-    for rank, place in enumerate(("first", "first", "second")):  # the last is in the next one
-        exchange._store.set(f"waits/{rank}", place)
-    exchange._log_missing("first", (0, 1), 1.0)
-    exchange._store.set("first/all", "")
-    exchange._log_missing("first", (0, 1, 2), 1.0)
-    assert caplog.text == ""
 
 
 def _wait_for() -> str:

@@ -227,7 +227,7 @@ class Nameless(lockstep.extend.Transform):
     ("objects", "message"),
     [
         ({"transforms": [Forgets()]}, r"forgets: apply returned None; return the module"),
-        ({"transforms": [Nameless()]}, r"transforms: \[0\] is of type Nameless, which lacks name; add it"),
+        ({"transforms": [Nameless()]}, r"transforms: \[0\] is of type Nameless, which lacks name; subclass"),
         ({"schedule": lambda step: 1.0}, r"schedule: can't be called with \(step, steps\): too many"),
         ({"monitors": [Sees()]}, r"monitors: \[0\] is of type Sees, which lacks .*start; subclass lockstep\.Monitor"),
         ({"monitors": [Sees]}, r"monitors: \[0\] is the class Sees; pass an object of it: Sees\("),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +90,6 @@ def test_its_checkpoint_resumes_under_ddp_and_the_reverse(first: str, then: str,
     runs = [("run", first, 3), ("run", then, 6), ("single", "single", 6)]
     _, resumed, alone = in_process(_last_losses, tmp_path, runs)
     assert resumed == pytest.approx(alone, rel=1e-6)
-
-
-def test_a_record_with_another_mesh_or_traffic_is_refused() -> None:
-    flat = registry.find_strategy(TARGET)
-    for change, message in (
-        ({"mesh": "ring"}, "flat has mesh 'ring'; it is one of 'one process', 'replicas'"),
-        ({"sends": lambda update: 3}, r"flat: sends returned 3; return a lockstep\.strategies\.Traffic"),
-    ):
-        with pytest.raises(lockstep.ConfigError, match=message):
-            lockstep.extend.register_strategy(replace(flat, variants=(replace(flat.variants[0], **change),)))
 
 
 def test_options_of_a_strategy_that_is_imported_late_are_checked_with_the_same_words() -> None:

@@ -64,11 +64,6 @@ def test_a_partition_of_the_config_that_no_run_has_is_noted() -> None:
     assert planned(["ddp", "pipeline-1f1b"], [1], parallel=pipeline).not_covered == fact
     fsdp = {**pipeline, "strategy": "fsdp"}
     assert planned(["ddp"], [2], parallel=fsdp).not_covered == f"{fact}; use --strategies pipeline-1f1b+fsdp"
-    no_name = {**fsdp, "tensor": 2}
-    assert planned(["ddp"], [2], parallel=no_name).not_covered == (
-        "no run has parallel.pipeline 2 and parallel.tensor 2, which the config sets; the nearest is "
-        "--strategies pipeline-1f1b+fsdp"
-    )
     assert planned(["ddp"], [2], parallel={"strategy": "fsdp", "shard": 2}).not_covered is None
 
 

@@ -205,12 +205,10 @@ def test_what_cannot_stop_a_run_is_refused(tmp_path: Path) -> None:
         with pytest.raises(lockstep.ConfigError, match=match):
             trained(tmp_path, 4, **stopping)
 
-    refused(
-        "early_stopping.metric names the evaluation set 'held-ot'.*did you mean held-out.loss", metric="held-ot.loss"
-    )
+    refused("early_stopping.metric held-ot.loss names no set of data.evaluation", metric="held-ot.loss")
     refused("no evaluation will have held-out.accurac; did you mean held-out.accuracy", metric="held-out.accurac")
     refused("'loss' is not SET.METRIC", metric="loss")
-    with pytest.raises(lockstep.ConfigError, match="every is null"):
+    with pytest.raises(lockstep.ConfigError, match=r"needs evaluation\.every"):
         lockstep.train(small.config(run={"steps": 4}, monitor={"early_stopping": STOPPING}))
     with (
         pytest.raises(lockstep.ConfigError, match="leaves the loop to you"),

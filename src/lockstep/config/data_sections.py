@@ -158,7 +158,7 @@ class Data(Section):
     """The data for training and evaluation."""
 
     train: DataSource
-    """Training data."""
+    """The training data."""
     evaluation: dict[str, DataSource] = {}
     """Evaluation sets by name."""
     shuffle: bool = True

@@ -35,19 +35,25 @@ _BF16 = {
 
 
 def engine_config(config: Config, derived: Derived) -> dict[str, Any]:
-    """Return the config for `deepspeed.initialize`, without schedule, clipping, loss scale and accumulation.
-
-    Raises:
-        ConfigError: See `check`.
-    """
-    check(config, derived)
+    """Return the config for `deepspeed.initialize`, without schedule, clipping, loss scale and accumulation."""
+    section = config.parallel.deepspeed
+    given, _ = read_deepspeed(section)
+    zero: dict[str, Any] = {"stage": section.zero_stage, "reduce_bucket_size": max(1, min(_BUCKET, derived.trainable))}
+    zero |= _passed(given.get("zero_optimization") or {}, "zero_optimization")
+    for key in ("offload_optimizer", "offload_param"):
+        device = getattr(section, key)
+        if device != "none":
+            zero[key] = {"device": device, "pin_memory": section.pin_memory}
     return {
         "train_micro_batch_size_per_gpu": derived.micro_size,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
         "timers": {"throughput": {"enabled": False}},  # it makes the host wait for the device in each forward and step
-        **(_BF16 if config.parallel.deepspeed.bf16_weights else {}),
-        **_shared(config.parallel.deepspeed, derived.trainable),
+        **(_BF16 if section.bf16_weights else {}),
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **_passed(given, ""),
+        "zero_optimization": zero,
     }
 
 
@@ -89,18 +95,6 @@ def check_plan(config: Config, plan: Plan) -> list[str]:
     """
     check(config, derived_of(plan))
     return not_carried_out(config)
-
-
-def _shared(section: DeepSpeed, trainable: int) -> dict[str, Any]:
-    given, _ = read_deepspeed(section)
-    zero: dict[str, Any] = {"stage": section.zero_stage, "reduce_bucket_size": max(1, min(_BUCKET, trainable))}
-    zero |= _passed(given.get("zero_optimization") or {}, "zero_optimization")
-    for key in ("offload_optimizer", "offload_param"):
-        device = getattr(section, key)
-        if device != "none":
-            zero[key] = {"device": device, "pin_memory": section.pin_memory}
-    own = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    return {**own, **_passed(given, ""), "zero_optimization": zero}
 
 
 def _passed(given: Mapping[str, Any], section: str) -> dict[str, Any]:

@@ -94,15 +94,11 @@ def read_deepspeed(section: DeepSpeed) -> tuple[Mapping[str, Any], list[Problem]
     path = Path(section.config)
     try:
         content = json.loads(read_bounded(path, MOST_BYTES))
-    except RecursionError:
-        return {}, [Problem("", _PLACE, f"{path} is nested too deep for a DeepSpeed config")]
     except OSError as error:
         return {}, [Problem("", _PLACE, f"can't read {path}: {error.strerror or error}")]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return {}, [Problem("", _PLACE, f"{path} is not JSON: {error}")]
-    if not isinstance(content, dict):
-        return {}, [Problem("", _PLACE, f"{path} holds no JSON object, but a {type(content).__name__}")]
-    return content, []
+    return (content, []) if isinstance(content, dict) else ({}, [Problem("", _PLACE, f"{path} is not a JSON object")])
 
 
 def warmup_steps(schedule: Schedule, steps: int | None) -> int:
@@ -158,9 +154,6 @@ def _in_section(config: Config, derived: Derived, key: str, value: Any) -> Itera
     absent = not value if key.endswith(".params") else value is None and ".offload_" in key
     if value == AUTO or absent:
         return
-    if key == "zero_optimization" and isinstance(value, bool):
-        yield _Difference(key, f'{_json(value)} is an old spelling; write {{"stage": {int(value)}}}')
-        return
     if not isinstance(value, Mapping):
         yield _Difference(key, f"{_json(value)} is not a mapping")
         return
@@ -212,10 +205,7 @@ def _in_value(
         elif not _same(meant, expected):
             fact = f"{row.ours} is {_text(expected)}"
             if row.path == "gradient_accumulation_steps":
-                fact = (
-                    f"batch.global_size {config.batch.global_size} and batch.micro_size {derived.micro_size} make it "
-                )
-                fact += f"{derived.accumulation} on {derived.ranks} ranks"
+                fact = f"it is {derived.accumulation} here"
             why = f'{_json(value)}, but {fact}; write `{row.ours}: {_text(meant)}`, or "auto" here'
             yield _Difference(row.path, why, {row.ours: meant})
 

@@ -80,8 +80,7 @@ def _file(path: Path) -> Recipe:
     if path.is_file():
         return Recipe(path.stem, path)
     if path.exists():
-        what = "a folder" if path.is_dir() else "a pipe or a device"
-        raise ConfigError(f"{path} is {what}, and a config is a file")
+        raise ConfigError(f"{path} is not a file, and a config is one")
     neighbors = {item.stem: item for item in sorted(path.parent.glob("*")) if item.suffix in _SUFFIXES}
     near = closest_match(path.stem, neighbors)
     raise ConfigError(f"there is no file {path}" + (f"; did you mean {neighbors[near]}?" if near else ""))

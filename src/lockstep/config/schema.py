@@ -37,7 +37,7 @@ from lockstep.config.training_sections import (
     Recovery,
     Schedule,
 )
-from lockstep.core.closest import closest_match
+from lockstep.core.closest import did_you_mean
 from lockstep.core.nodes import checked_address, checked_nodes
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.deepspeed import DeepSpeed
@@ -250,7 +250,7 @@ class Launch(Section):
     nodes: Annotated[Positive | str, AfterValidator(checked_nodes)] = 1
     """Number of hosts, each with the same command; MIN:MAX, such as `2:4`, also runs while some are missing."""
     nodes_wait: Annotated[float, Field(ge=0)] = 30.0
-    """With MIN:MAX `nodes`: seconds to wait for all hosts before starting without some."""
+    """MIN:MAX `nodes`: seconds to wait for all hosts before starting without some."""
     rendezvous: Annotated[str, AfterValidator(checked_address)] | None = None
     """HOST:PORT of node 0, where several `nodes` meet."""
     node_rank: Annotated[int, Field(ge=0)] | None = None
@@ -285,7 +285,7 @@ class Extension(Section):
 
 
 class Checkpoint(Section):
-    """When checkpoints are saved, and which are kept."""
+    """Checkpoints: when they are saved, and which are kept."""
 
     every: Every | None = Every(15, "minutes")
     """Interval of checkpoints; null: only when the run stops or ends."""
@@ -408,7 +408,7 @@ class Config(Section):
     description: str = ""
     """One line for `lockstep recipes`."""
     model: Model
-    """The model."""
+    """The model to train."""
     objective: ObjectiveConfig = ObjectiveConfig()
     data: Data
     batch: BatchConfig = BatchConfig()
@@ -438,15 +438,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _compiles(self) -> Config:
         if self.memory.activation_checkpointing.mode == "budget" and not self.model.compile:
-            raise ValueError(
-                "memory.activation_checkpointing.mode budget is that of torch's compiler: write model.compile: true, "
-                "or take mode: full with every: 2"
-            )
+            raise ValueError("memory.activation_checkpointing.mode budget needs model.compile: true")
         if self.memory.loss_chunk is not None and self.model.compile:
-            raise ValueError(
-                "memory.loss_chunk and model.compile don't go together: the head receives the targets from outside of "
-                "the compiled graph; leave one out"
-            )
+            raise ValueError("memory.loss_chunk and model.compile don't go together; leave one out")
         return self
 
     @model_validator(mode="after")
@@ -462,51 +456,33 @@ class Config(Section):
         if (stopping := self.monitor.early_stopping) is not None:
             self._refuse_unknown_metric("monitor.early_stopping.metric", stopping.metric)
             if self.evaluation.every is None:
-                raise ValueError(
-                    "monitor.early_stopping compares evaluations, and evaluation.every is null: there is only one, at "
-                    "the end; set evaluation.every, for example to `100 steps`"
-                )
+                raise ValueError("monitor.early_stopping needs evaluation.every, for example `100 steps`")
         return self
 
     def _refuse_unknown_metric(self, key: str, name: str) -> None:
         sets = [evaluation for evaluation in self.data.evaluation if name.startswith(f"{evaluation}.")]
-        evaluation = max(sets, key=len, default=name.rpartition(".")[0])
-        metric = name.removeprefix(f"{evaluation}.")
         if not sets:
             known = ", ".join(self.data.evaluation) or "none"
-            near = closest_match(evaluation, list(self.data.evaluation))
-            hint = f"; did you mean {near}.{metric}?" if near else ""
-            raise ValueError(f"{key} names the evaluation set {evaluation!r}; data.evaluation has: {known}{hint}")
+            raise ValueError(f"{key} {name} names no set of data.evaluation, which has: {known}")
+        metric = name.removeprefix(f"{max(sets, key=len)}.")
         custom = self.objective.kind in ("custom", "given") or self.model.kind in ("custom", "given")
         if not custom and metric not in _METRICS:
-            near = closest_match(metric, _METRICS)
-            hint = f"did you mean {evaluation}.{near}?" if near else f"metrics are {', '.join(_METRICS)}"
-            raise ValueError(f"{key} names the metric {metric!r}, which no evaluation has; {hint}")
+            raise ValueError(f"{key}: no evaluation has the metric {metric!r}; {did_you_mean(metric, _METRICS)}")
 
 
 def refusal_in_backward(config: Config) -> str | None:
     """Return why the config can't update in the backward, if it can't."""
     if not config.optim.in_backward:
         return None
-    if config.precision.compute == "fp16":
-        return (
-            "optim.in_backward applies gradients before it is known whether they are finite, and fp16 discards updates "
-            "that overflow; write precision.compute: bf16, or in_backward: false"
-        )
-    if config.run.determinism == "invariant":
-        return (
-            "optim.in_backward applies gradients before they are added over ranks, in the order that run.determinism "
-            "invariant is about; leave one out"
-        )
     numbers = config.recovery.bad_numbers
-    if numbers.nonfinite == "rollback":
-        return (
-            "optim.in_backward applies gradients before it is known whether they are finite, so that "
-            "recovery.bad_numbers.nonfinite: rollback can't discard an update; write skip, or in_backward: false"
-        )
-    if numbers.spike not in ("ignore", "warn"):
-        return (
-            f"optim.in_backward applies gradients before their norm is known, and recovery.bad_numbers.spike: "
-            f"{numbers.spike} discards updates; write warn, or in_backward: false"
-        )
-    return None
+    if config.precision.compute == "fp16":
+        why = "precision.compute: fp16 discards steps that overflow"
+    elif config.run.determinism == "invariant":
+        why = "run.determinism: invariant adds gradients over ranks in a fixed order"
+    elif numbers.nonfinite == "rollback":
+        why = "recovery.bad_numbers.nonfinite: rollback discards steps"
+    elif numbers.spike not in ("ignore", "warn"):
+        why = f"recovery.bad_numbers.spike: {numbers.spike} discards steps"
+    else:
+        return None
+    return f"optim.in_backward applies each gradient at once, and {why}; leave one of them out"

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from lockstep.core.closest import closest_match
 from lockstep.strategies.section import Auto, Fraction, PathText, Positive, Section, without_effect
 
 
@@ -16,10 +15,10 @@ class BadNumbers(Section):
     """Steps whose loss or gradient norm is not finite, or far above those before: a spike."""
 
     nonfinite: Literal["skip", "rollback", "stop"] = "skip"
-    """What to do with a NaN or infinity. skip: discard the step; rollback: also go back by `rollback_steps`; stop: also
+    """Action on a NaN or infinity. skip: discard the step; rollback: also go back by `rollback_steps`; stop: also
     end the run. An fp16 overflow under a loss scale is always skipped."""
     spike: Literal["ignore", "warn", "skip", "rollback", "stop"] = "warn"
-    """What to do with a spike. warn: keep the step and report it; skip: discard it; rollback: also go back by
+    """Action on a spike. warn: keep the step and report it; skip: discard it; rollback: also go back by
     `rollback_steps`; stop: also end the run."""
     window: Annotated[int, Field(ge=8)] = 128
     """Kept steps from which median and deviation are computed; there are no spikes before."""
@@ -213,7 +212,7 @@ class Precision(Section):
     tf32: bool = True
     """Allow TF32 in fp32 matrix products on NVIDIA GPUs."""
     loss_scale: LossScale = LossScale()
-    """For `compute: fp16`, or fp16 in `parallel.fsdp.mixed_precision`."""
+    """Dynamic loss scaling of fp16, in `compute` or `parallel.fsdp.mixed_precision`."""
 
 
 class ActivationCheckpointing(Section):
@@ -234,8 +233,6 @@ class ActivationCheckpointing(Section):
 
     @model_validator(mode="after")
     def _options_fit_the_mode(self) -> ActivationCheckpointing:
-        if self.every != 1 and self.mode == "none":
-            raise ValueError(f"every {self.every} needs a mode that recomputes: write mode: full, or leave it out")
         for name, modes in _OPTIONS_OF_MODES.items():
             value = getattr(self, name)
             if value != type(self).model_fields[name].default and self.mode not in modes:
@@ -332,7 +329,7 @@ class Budgets(Section):
     rollback: Annotated[int, Field(ge=0)] | None = None
     """Rollbacks in a row without progress beyond the one before."""
     memory: Annotated[int, Field(ge=0)] | None = None
-    """Out of memory; the micro-batch is halved each time. Null: until it is 1, unless `restarts` is 0."""
+    """Memory runs out; the micro-batch is halved each time. Null: until it is 1, unless `restarts` is 0."""
 
 
 _HALVINGS = 64  # more than any micro-batch allows
@@ -389,7 +386,7 @@ class Recovery(Section):
     MIN."""
 
     notice: str | None = None
-    """Where a preemption is announced: `aws`, `gcp` or `azure` (spot instances), an http address that answers 200, or a
+    """Place that announces a preemption: `aws`, `gcp` or `azure` (spot instances), an http address that answers 200, or a
     file that then exists. The run saves and stops."""
 
     @field_validator("notice")
@@ -398,9 +395,7 @@ class Recovery(Section):
         if place is None or place in NOTICES or place.startswith(("http://", "https://")):
             return place
         if "://" in place or not ("/" in place or "." in place):
-            near = closest_match(place, NOTICES)
-            hint = f"did you mean {near}?" if near else f"a file has a slash in its path: ./{place}"
-            raise ValueError(f"{place} is none of {', '.join(NOTICES)}, no http address, and no path; {hint}")
+            raise ValueError(f"{place} is none of {', '.join(NOTICES)}, no http address, and no path such as ./{place}")
         return place
 
     @property

@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 import lockstep
 from lockstep.config import shape
 from lockstep.config.every import Unit
+from lockstep.config.layers import PREFIX
 from lockstep.config.reading import Items, Leaf, Node, Table, leaves
 from lockstep.config.shape import ValueShape
 from lockstep.config.wording import OPEN, expectation, nearest, shown
@@ -54,7 +55,10 @@ def _about(path: Path, details: ErrorDetails, tree: Table) -> list[Problem]:
             valid = f"one of {', '.join(at.kinds)}" if at.kinds else f"it is {expectation(at)}"
             return [Problem(where, key, f"is missing; {valid}")]
         case "value_error":
-            return [Problem(where, key, str(details["ctx"]["error"]))]
+            message = str(details["ctx"]["error"])
+            inside = [] if node is None else [(deeper[-1], leaf.where) for deeper, leaf in leaves(node) if deeper]
+            flags = [flag for name, flag in inside if name in message and flag.startswith(("--", PREFIX))]
+            return [Problem(flags[-1] if flags else where, key, message)]
     return [Problem(where, key, details["msg"] if node is None else _refused(path, node, at, tree))]
 
 
@@ -89,8 +93,8 @@ def _refused(path: Path, node: Node, at: ValueShape, tree: Table) -> str:
         return f"{shown(node)} is not a kind of {'.'.join(path[:-1])}; {hint}"
     if at.sections() and (answer := _other_tools().key_hint(path, node, tree)):
         return str(answer)
-    hint = _other_tools().value_hint(".".join(path), node) or _hint(".".join(path), node, at)
-    return f"{shown(node)} is not {expectation(at)}" + (f"; {hint}" if hint else "")
+    answer = _other_tools().value_hint(".".join(path), node) or _hint(".".join(path), node, at)
+    return f"{shown(node)} is not {expectation(at)}" + (f"; {answer}" if answer else "")
 
 
 _DEVICES = {"gpu": "cuda", "rocm": "cuda"}
@@ -169,8 +173,8 @@ def _other_tools() -> Any:
 
 
 def _suggested_key(path: Path, siblings: Sequence[str], node: Node, tree: Table) -> str:
-    if len(path) == 1 and path[0].lower() in _FLAGS:
-        return "a config is named without a flag: lockstep train FILE.yaml"
+    if len(path) == 1 and (answer := _FLAGS.get(path[0].lower().replace("-", "_"))):
+        return answer
     tools = _other_tools()
     longer = next((key for key in siblings if key.startswith(f"{path[-1]}_")), None)
     near = (closest_match(path[-1], siblings, cutoff=0.8) or longer) if len(path) > 1 else None
@@ -188,7 +192,12 @@ def _suggested_key(path: Path, siblings: Sequence[str], node: Node, tree: Table)
     return f"unknown key; the keys here are {', '.join(siblings)}"
 
 
-_FLAGS = ("config", "config_file", "config-file", "config_path", "config-path", "cfg", "yaml")
+_FLAGS = {
+    **dict.fromkeys(
+        ("config", "config_file", "config_path", "cfg"), "name the file without a flag: lockstep train FILE"
+    ),
+    **dict.fromkeys(("dry_run", "dryrun"), "`lockstep plan` shows what a run will be, and starts none"),
+}
 
 
 def _elsewhere(path: Path) -> str | None:

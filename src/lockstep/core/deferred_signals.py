@@ -22,7 +22,7 @@ _SAME_SIGNAL_S = 0.5  # a terminal and a launcher may both pass on one Ctrl-C
 
 
 class Deferral:
-    """Whether the main thread is in the middle of a step, and the handlers that wait for its end."""
+    """The state of the main thread, in a step or not, and the handlers that wait for its end."""
 
     def __init__(self) -> None:
         self._active = False

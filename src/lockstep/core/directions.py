@@ -1,4 +1,4 @@
-"""Whether low or high values of a metric are best, by the words of its name."""
+"""The direction of a metric: whether low or high values are best, by the words of its name."""
 
 from __future__ import annotations
 

@@ -91,12 +91,10 @@ def unimplemented(thing: object, protocol: type) -> str | None:
         return f"is the class {thing.__name__}; pass an object of it: {thing.__name__}(...)"
     wanted = {*dir(protocol), *protocol.__annotations__}
     missing = sorted(name for name in wanted.difference(dir(thing)) if not name.startswith("_"))
-    inherits = protocol in type(thing).__mro__
-    if isinstance(thing, protocol) and not (inherits and missing):
+    if isinstance(thing, protocol) and not missing:
         return None
     lacks = f", which lacks {', '.join(missing)}" if missing else ""
-    remedy = f"add {'it' if len(missing) == 1 else 'them'}" if inherits else f"subclass lockstep.{protocol.__name__}"
-    return f"is of type {type(thing).__name__}{lacks}; {remedy}"
+    return f"is of type {type(thing).__name__}{lacks}; subclass lockstep.{protocol.__name__}"
 
 
 def import_target(target: str) -> object:

@@ -14,7 +14,6 @@ from pathlib import Path
 MAX_JSON_BYTES = 2**24
 """Limit for a JSON file that Lockstep writes beside a run's data; nearly all have a few thousand bytes."""
 
-_APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT
 _HERE, _EXCHANGE = -100, 2  # Linux: AT_FDCWD, RENAME_EXCHANGE
 
 
@@ -129,30 +128,21 @@ def exchanged(first: Path, second: Path) -> bool:
 
 def append_to(path: Path) -> int:
     """Open a file for appending; create it if it is missing. Raises OSError."""
-    try:
-        return os.open(path, _APPEND, 0o666)
-    except PermissionError:  # it may be written and not read
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
 
 
 def append_line(path: Path, line: str) -> None:
     """Append lines to a file; first end a torn one. Raises OSError."""
     handle = append_to(path)
     try:
-        text = f"{_torn_end(handle)}{line}\n".encode(errors="replace")
+        size = os.fstat(handle).st_size
+        is_torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"  # its writer was killed, or the disk was full
+        text = f"{line}\n".encode(errors="replace")
+        text = b"\n" + text if is_torn else text
         while text:  # a nearly full disk takes a part, and then raises
             text = text[os.write(handle, text) :]
     finally:
         os.close(handle)
-
-
-def _torn_end(handle: int) -> str:
-    """Return what ends the last line of a file if its writer was killed meanwhile."""
-    size = os.fstat(handle).st_size
-    try:
-        return "" if not size or os.pread(handle, 1, size - 1) == b"\n" else "\n"
-    except OSError:  # it may be written and not read
-        return ""
 
 
 def is_same_file(path: Path, handle: int) -> bool:

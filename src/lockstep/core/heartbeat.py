@@ -10,10 +10,9 @@ the memory      numbers (float64) | a row for the rank and each data worker (int
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from mmap import mmap
@@ -173,17 +172,9 @@ def _received(*files: Any) -> Heartbeat:
 def shared_heartbeat() -> Heartbeat:
     """Make a heartbeat for other processes."""
     bell, ring = os.pipe()
-    memory, stacks, record = (_file() for _ in range(3))
+    memory, stacks, record = (os.memfd_create("lockstep") for _ in range(3))
     os.ftruncate(memory, _BYTES)
     return Heartbeat(Files(memory, stacks, record, bell, ring))
-
-
-def _file() -> int:
-    """Open a file without a name."""
-    with suppress(AttributeError, OSError):
-        return os.memfd_create("lockstep")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 def begin_stage(stage: Stage, steps: int = 0) -> None:
@@ -216,5 +207,5 @@ def reads(indices: Any, evaluates: bool) -> Iterator[None]:
 
 
 def use(heartbeat: Heartbeat) -> None:
-    """Write this one from now on; clocks that exist keep theirs."""
+    """Write this one from now on; existing clocks keep writing the old one."""
     _own[0] = heartbeat

@@ -147,7 +147,7 @@ class UpdateTimes:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank is in its steps.
+    """The position of a rank in its steps.
 
     Attributes:
         updates: Steps ended since the clock was made.

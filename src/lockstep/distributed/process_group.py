@@ -119,7 +119,6 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
             waiting_over(world.exchange),
             user_collectives.current_group(world.axis),
             _failure_posted(world),
-            _host_groups(),
         ):
             yield world
         return
@@ -130,7 +129,6 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
         with (
             _left_at_the_end(world),
             collective_timeout(launch.timeout, world.rank),
-            _host_groups(),
             waiting_over(world.exchange),
             user_collectives.current_group(world.axis),
         ):
@@ -144,7 +142,10 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
 @contextmanager
 def _left_at_the_end(world: World) -> Iterator[None]:
     try:
-        yield
+        try:
+            yield
+        finally:
+            forget_host_groups()
     except BaseException as error:
         if not isinstance(error, Paused):  # which all ranks raise after the same collective
             _abort_groups(error, world)
@@ -249,12 +250,6 @@ def _failure_posted(world: World) -> Iterator[None]:
         if world.exchange is not None:
             world.exchange.fail()
         raise
-
-
-@contextmanager
-def _host_groups() -> Iterator[None]:
-    try:
-        yield
     finally:
         forget_host_groups()
 

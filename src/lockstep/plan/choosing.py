@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.formatting import size
 from lockstep.core.records import ParameterFacts
 from lockstep.plan.features import cell
 from lockstep.plan.placement import State, partial_sums, placements
@@ -80,7 +81,7 @@ def _automatic(config: Config, ranks: int, parameters: Sequence[ParameterFacts],
     pieces = math.prod(degree for degree in (config.parallel.pipeline, config.parallel.tensor) if degree != "auto")
     rows = {row.strategy: row.total // pieces for row in placements(state_of(config, ranks, parameters), ranks)}
     whole = rows[first.variants[0].name]
-    takes = f"the training state takes {format_bytes(whole)} of the {format_bytes(memory)} that a rank has"
+    takes = f"the training state takes {size(whole)} of the {size(memory)} that a rank has"
     if whole <= SHARE_OF_STATE * memory:
         return Choice(first, takes)
     for strategy in others:
@@ -93,24 +94,14 @@ def _automatic(config: Config, ranks: int, parameters: Sequence[ParameterFacts],
 
 def is_plenty(config: Config, ranks: int, parameters: Sequence[ParameterFacts], sample_bytes: int, memory: int) -> bool:
     """Return whether any strategy fits by far, so that `auto` needs no simulation: a bound, not an estimate."""
-    size = sum(parameter.bytes for parameter in parameters)
+    model = sum(parameter.bytes for parameter in parameters)
     share = -(-config.batch.global_size // ranks)
     samples = share if config.batch.micro_size == "auto" else min(share, config.batch.micro_size)
-    activations = samples * (_ACTIVATIONS_PER_INPUT * sample_bytes + _ACTIVATIONS_PER_PARAMETER * size)
-    return _STATE_PER_PARAMETER * size + activations <= _PLENTY * memory
+    activations = samples * (_ACTIVATIONS_PER_INPUT * sample_bytes + _ACTIVATIONS_PER_PARAMETER * model)
+    return _STATE_PER_PARAMETER * model + activations <= _PLENTY * memory
 
 
 def state_of(config: Config, ranks: int, parameters: Sequence[ParameterFacts]) -> State:
     """Return the training state whose bytes are counted."""
     sums = partial_sums(config.batch, ranks) if config.run.determinism == "invariant" else 0
     return State(config.parallel, config.optim, parameters, sums)
-
-
-def format_bytes(size: int) -> str:
-    """Return a size in binary units, with about four digits."""
-    number = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.4g} {unit}"
-        number /= 1024
-    return f"{number:,.4g} TiB"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from lockstep.core.formatting import size
+from lockstep.core.formatting import aligned, size
 from lockstep.core.records import ParameterFacts
 
 _DEPTH = 2
@@ -57,13 +57,10 @@ def parameters_by_module(parameters: Sequence[ParameterFacts]) -> tuple[ModulePa
 
 def describe_modules(rows: Sequence[ModuleParameters]) -> str:
     """Return the table for people."""
-    lines = [_HEAD, *(_line(row) for row in rows)]
-    width = max(len(line[0]) for line in lines) + 2
-    return "\n".join(f"{line[0]:<{width}}" + "".join(f"{cell:>16}" for cell in line[1:]) for line in lines)
-
-
-def _line(row: ModuleParameters) -> tuple[str, ...]:
-    return row.name or "(model)", f"{row.parameters:,}", f"{row.trainable:,}", row.dtype, size(row.bytes)
+    lines = [
+        (row.name or "(model)", f"{row.parameters:,}", f"{row.trainable:,}", row.dtype, size(row.bytes)) for row in rows
+    ]
+    return "\n".join(aligned([_HEAD, *lines], left={0}))
 
 
 def row_of(module: str) -> str:

@@ -88,14 +88,11 @@ def _matches(rule: ParameterRule, name: str) -> bool:
 
 
 def _unmatched(index: int, patterns: Sequence[str], names: Sequence[str]) -> Problem:
-    near: list[str] = []
-    for pattern in patterns:
-        plain = pattern.replace("*", "").replace("?", "").strip(".")
-        near += [name for name in names if plain and plain.lower() in name.lower()]
-        near += difflib.get_close_matches(plain, names, n=3, cutoff=0.4)
-    nearest = list(dict.fromkeys(near or names))[:3]
-    hint = f"; the nearest names are {', '.join(nearest)}" if nearest else ""
-    shown = ", ".join(repr(pattern) for pattern in patterns) or "an empty list"
+    plain = [pattern.strip("*.?") for pattern in patterns]
+    near = [name for name in names if any(word and word.lower() in name.lower() for word in plain)]
+    near += [match for word in plain for match in difflib.get_close_matches(word, names, n=3, cutoff=0.4)]
+    shown = ", ".join(map(repr, patterns)) or "an empty list"
+    hint = f"; the nearest names are {', '.join(list(dict.fromkeys(near or names))[:3])}" if names else ""
     return Problem("", f"optim.rules.{index}.match", f"no parameter's name matches {shown}{hint}")
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.config.schema import Config, Parallel, PipelineParallel, Schedule, TensorParallelOptions
+from lockstep.core import formatting
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.plan.batch import BatchPlan, nearest_even_sizes, plan_batch
-from lockstep.plan.choosing import ONE_RANK, SHARE_OF_STATE, Decision, choose_strategy, format_bytes, state_of
+from lockstep.plan.choosing import ONE_RANK, SHARE_OF_STATE, Decision, choose_strategy, state_of
 from lockstep.plan.features import FeatureRequest, check_features
 from lockstep.plan.mesh import AXES, Mesh, mesh_of
 from lockstep.plan.modules import ModuleParameters, describe_modules, parameters_by_module
@@ -150,8 +151,12 @@ def make_plan(
             *_idle(config.parallel, strategy, mesh),
         ),
     )
+    undecided = (
+        f"The memory of this run was not simulated ({machine.undecided}). `auto` took {plan.strategy} by the bytes of "
+        f"the training state, and micro-batches of {batch.micro_size}."
+    )
     further = [
-        *_undecided(plan, machine.undecided),
+        *([undecided] if machine.undecided else []),
         *_too_large(plan, machine.memory),
         *(resolved(strategy.check)(config, plan) if strategy.check else ()),
     ]
@@ -189,26 +194,17 @@ def _layout_on(
 # --- warnings -----------------------------------------------------------------------------------------------------
 
 
-def _undecided(plan: Plan, why: str) -> Iterator[str]:
-    if why:
-        yield (
-            f"The memory of this run was not simulated ({why}). `auto` took {plan.strategy} by the bytes of the "
-            f"training state alone, and micro-batches of {plan.batch.micro_size}."
-        )
-
-
 def _too_large(plan: Plan, memory: int | None) -> Iterator[str]:
     if memory is None or plan.placement.total <= memory:
         return
     first, *_, last = (strategy for strategy in strategies() if strategy.automatic)
     whole = next(row.total for row in plan.placements if row.strategy == first.variants[0].name)
     ranks = math.ceil(whole / (SHARE_OF_STATE * memory))
-    takes = f"start {ranks:,} ranks like these under {last.name}"
-    yield (
-        f"The training state takes {format_bytes(plan.placement.total)}, and a rank has {format_bytes(memory)}: it "
-        "doesn't fit. To leave memory for activations, "
-        f"{f'set parallel.strategy: {last.name}' if ranks <= plan.ranks else takes}."
+    remedy = (
+        f"set parallel.strategy: {last.name}" if ranks <= plan.ranks else f"start {ranks:,} ranks under {last.name}"
     )
+    takes, has = formatting.size(plan.placement.total), formatting.size(memory)
+    yield f"The training state takes {takes} of the {has} of a rank: it doesn't fit. To train it, {remedy}."
 
 
 def _batch_warnings(batch: BatchPlan, facts: DataFacts) -> Iterator[str]:
@@ -300,10 +296,11 @@ def describe(plan: Plan) -> str:
     text = [f"{name:<14}{value}" for name, value in lines]
     text += ["", describe_modules(plan.modules)]
     columns = ("parameters", "gradients", "optimizer", "total")
-    text += ["", f"{'bytes per rank':<14}" + "".join(f"{column:>14}" for column in columns)]
+    rows: list[tuple[str, ...]] = [("bytes per rank", *columns, "")]
     for row in plan.placements:
-        sizes = "".join(f"{format_bytes(getattr(row, column)):>14}" for column in columns)
-        text.append(f"{row.strategy:<14}{sizes}{'  <-' if row.strategy == plan.variant else ''}")
+        sizes = (formatting.size(getattr(row, column)) for column in columns)
+        rows.append((row.strategy, *sizes, "<-" if row.strategy == plan.variant else ""))
+    text += ["", *formatting.aligned(rows, left={0})]
     return "\n".join([*text, *(f"\nwarning: {warning}" for warning in plan.warnings)])
 
 

@@ -55,12 +55,14 @@ def verify(
     accelerator, objects are pickled: then define them at the top level of a module.
 
     Args:
-        config, trust_run, **objects: As in `lockstep.train`.
+        config: As in `lockstep.train`.
         strategies: Names, or `all`.
         ranks: One or several numbers of ranks.
         steps: Of each run.
         precision: Of forward and backward.
         tamper: Called with each session except the reference's before its first step, to inject a fault.
+        trust_run: As in `lockstep.train`.
+        **objects: As in `lockstep.train`.
 
     Returns:
         A row for each run; its `passed` is None where the strategy refuses.

@@ -143,11 +143,8 @@ def _not_covered(parallel: Parallel, names: Sequence[str], run: Collection[str])
     if not partitions or layout.name in run:
         return None
     fact = f"no run has {' and '.join(partitions)}, which the config sets"
-    known = layouts()
-    if layout.name in known:
-        return fact if layout.name in names else f"{fact}; use --strategies {layout.name}"
-    nearest = max(known.values(), key=lambda other: len({*other.factors} & {*layout.factors}))
-    return f"{fact}; the nearest is --strategies {nearest.name}"
+    ask = f"; use --strategies {layout.name}" if layout.name in layouts() and layout.name not in names else ""
+    return fact + ask
 
 
 def _cases(base: Config, linear: Config, layout: RunLayout, ranks: int) -> Iterator[Case]:

@@ -106,15 +106,6 @@ def _write(page: str, path: Path) -> Path:
     return path
 
 
-_LEGEND = (
-    "Losses and norms are compared at each update, relative to the single process's. Gradients are compared parameter "
-    "by parameter, relative to their norm, and weights after the last update, relative to the summed learning rate. "
-    "Each figure is the largest difference of all updates and parameters.",
-    "Adam and other normalizing optimizers divide a gradient by its own size, so rounding in a gradient near zero "
-    "becomes a visible step. Each strategy therefore runs under SGD, too, where weights differ no more than gradients.",
-)
-
-
 def compose(recipe: str, result: ComparedRuns, steps: int, precision: str, verdict: str, tolerances: str) -> str:
     """Return the page as HTML."""
     rows = result.rows
@@ -133,7 +124,7 @@ def compose(recipe: str, result: ComparedRuns, steps: int, precision: str, verdi
         flaws=[explanation(row) for row in failed],
         figures=[],
         rows=[[*(word.capitalize() for word in HEAD[:-1]), ""], *(list(cells(row)) for row in rows)],
-        tolerances=[tolerances[:1].upper() + tolerances[1:] + ".", *_LEGEND],
+        tolerances=[tolerances[:1].upper() + tolerances[1:] + "."],
         notes=[*result.notes, *(explanation(row) for row in rows if row.status == "refused")],
         footer=f"Made by Lockstep {__version__} on {now}.",
     )

@@ -14,7 +14,7 @@ from lockstep.proof.evidence import Evidence, StepComparison, TensorComparison
 from lockstep.proof.tolerances import Tolerance
 
 _NEAR = 0.01
-"""What a factor may leave of all gradients, relatively, to count as their difference."""
+"""The rest that a factor may leave of all gradients, relatively, to count as their difference."""
 
 
 @dataclass(frozen=True, slots=True)

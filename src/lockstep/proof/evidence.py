@@ -1,4 +1,4 @@
-"""What a run showed, beside the reference, update by update: plain values, on rank 0."""
+"""The evidence of a run beside its reference, step by step: plain values, on rank 0."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def _build(context: ShardingContext, deepspeed: Any, config: Mapping[str, Any]) 
     engine = _initialize(deepspeed, model, elementwise.optimizer, config)
     zero = ZeroOptimizer(engine, model, elementwise.entries, counts=elementwise.counts, in_bf16=in_bf16)
     for name, values in fp32_values.items():  # DeepSpeed's are rounded
-        zero.shards[name].flat.write(zero.shards[name].flat.of(values))
+        zero.shards[name].flat.memory.copy_(zero.shards[name].flat.of(values))
     if zero.stage == 3 and context.compute is not None and not in_bf16:
         gather_in(context.compute, context.cast_weights, model, engine.optimizer)
     flat = {name: shard.flat for name, shard in zero.shards.items()} if zero.stage == 3 or in_bf16 else None

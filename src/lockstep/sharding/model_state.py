@@ -194,7 +194,7 @@ class ModelState:
         for name, tensor in own.items():
             saved = _saved(state, name, tensor)
             if isinstance(tensor, FlatShard):
-                tensor.write(saved)
+                tensor.memory.copy_(saved)
             else:
                 local_tensor(tensor).copy_(saved)
         set_extra_states(self.model, own)
