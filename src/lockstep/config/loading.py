@@ -85,9 +85,7 @@ def load(
 
 
 def _of_another_tool(file: Path, tree: Table) -> Problem | None:
-    root = shape.root().section
-    assert root is not None
-    if len(tree.entries) < 2 or tree.entries.keys() & shape.fields(root).keys():
+    if len(tree.entries) < 2 or tree.entries.keys() & shape.fields(Config).keys():
         return None
     why = "has none of Lockstep's sections; if it is another tool's config, convert it: lockstep config import"
     return Problem(str(file), "", f"{why} {file}")

@@ -15,7 +15,6 @@ from lockstep.config.data_sections import (
     Data,
     DataSource,
     Digits,
-    GivenData,
     HuggingFaceData,
     Loader,
     StdlibFunctions,
@@ -41,18 +40,17 @@ from lockstep.core.closest import did_you_mean
 from lockstep.core.nodes import checked_address, checked_nodes
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.deepspeed import DeepSpeed
-from lockstep.strategies.fsdp import FSDP, FSDPPrecision
+from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.partitions import PipelineParallel, TensorParallelOptions
 from lockstep.strategies.registry import StrategyName, checked_options, names, option_sections
 from lockstep.strategies.section import Auto, Fraction, PathText, PlaceText, Positive, RunPlaceText, Section
 
 __all__ = [
     "DDP", "FSDP", "ActivationCheckpointing", "BatchConfig", "Checkpoint", "Config", "CustomData", "CustomModel",
-    "Data", "DataSource", "DeepSpeed", "Digits", "Evaluation", "Extension", "FSDPPrecision", "GivenData",
-    "GivenModel", "HuggingFaceData", "HuggingFaceModel", "ImageClassifierModel", "Launch", "Loader", "LossScale",
-    "Memory", "Model", "ModelSection", "MonitorConfig", "ObjectiveConfig", "Optim", "Parallel", "ParameterRule",
-    "PipelineParallel", "Precision", "Run", "Schedule", "StdlibFunctions", "StdlibText", "TensorParallelOptions",
-    "TextClassifierModel", "Tokens", "TransformerModel",
+    "DataSource", "DeepSpeed", "Digits", "Extension", "GivenModel", "HuggingFaceData", "HuggingFaceModel",
+    "ImageClassifierModel", "Launch", "Loader", "LossScale", "Memory", "Model", "ModelSection", "ObjectiveConfig",
+    "Optim", "Parallel", "ParameterRule", "PipelineParallel", "Run", "Schedule", "StdlibFunctions", "StdlibText",
+    "TensorParallelOptions", "TextClassifierModel", "Tokens", "TransformerModel",
 ]  # fmt: skip
 
 

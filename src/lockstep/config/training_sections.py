@@ -386,8 +386,8 @@ class Recovery(Section):
     MIN."""
 
     notice: str | None = None
-    """Place that announces a preemption: `aws`, `gcp` or `azure` (spot instances), an http address that answers 200, or a
-    file that then exists. The run saves and stops."""
+    """Place that announces a preemption: `aws`, `gcp` or `azure` (spot instances), an http address that answers 200, or
+    a file that then exists. The run saves and stops."""
 
     @field_validator("notice")
     @classmethod

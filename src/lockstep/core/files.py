@@ -115,10 +115,8 @@ def forget(path: Path) -> None:
 
 def exchanged(first: Path, second: Path) -> bool:
     """Exchange the names of two files or folders at once; False: not possible here. Raises OSError."""
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # of Linux
-    if call is None:
-        return False
-    if call(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _EXCHANGE) == 0:
+    rename = ctypes.CDLL(None, use_errno=True).renameat2
+    if rename(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
     if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):  # the kernel or the file system can't

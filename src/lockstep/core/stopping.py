@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SAVE_SIGNAL = signal.SIGUSR2
-STACKS_SIGNAL = signal.SIGRTMIN + 7 if sys.platform == "linux" else signal.SIGIO  # on it, a rank writes its stacks
+STACKS_SIGNAL = signal.SIGRTMIN + 7  # on it, a rank writes its stacks
 
 _INHERITED_IF_IGNORED = (signal.SIGINT, signal.SIGHUP)  # by a job in the background, and under nohup
 _SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
@@ -150,23 +150,19 @@ def write_stderr(text: str) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; only on Linux."""
+    """Have the kernel kill this process when its parent ends."""
     import ctypes
 
-    if sys.platform != "linux":
-        return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call
         os._exit(1)
 
 
 def exit_with_process(process: int) -> None:
-    """Exit when a process ends that isn't the parent; only on Linux."""
+    """Exit when a process ends that isn't the parent."""
     import select
     import threading
 
-    if sys.platform != "linux":
-        return
     try:
         handle = os.pidfd_open(process)
     except ProcessLookupError:

@@ -112,15 +112,15 @@ def _timed_collective(world: World, operation: str, elements: int) -> TimedColle
 
 def timed_pairs(world: World, pairs: Sequence[tuple[int, int]], size: int) -> list[TimedPair]:
     """Return each pair's latency and bandwidth for messages up to `size` bytes. All ranks together."""
-    return [_timed_pair(world, first, second, size) for first, second in pairs]
-
-
-def _timed_pair(world: World, first: int, second: int, size: int) -> TimedPair:
-    there_s, is_right = _timed_message(world, first, second, 4)
-    back_s, _ = _timed_message(world, second, first, 4)
-    there, arrives_there = _bandwidth(world, first, second, size)
-    back, arrives_back = _bandwidth(world, second, first, size)
-    return TimedPair(first, second, (there_s + back_s) / 4, there, back, is_right and arrives_there and arrives_back)
+    rows = []
+    for first, second in pairs:
+        there_s, is_right = _timed_message(world, first, second, 4)
+        back_s, _ = _timed_message(world, second, first, 4)
+        there, arrives_there = _bandwidth(world, first, second, size)
+        back, arrives_back = _bandwidth(world, second, first, size)
+        arrives = is_right and arrives_there and arrives_back
+        rows.append(TimedPair(first, second, (there_s + back_s) / 4, there, back, arrives))
+    return rows
 
 
 def _bandwidth(world: World, sender: int, receiver: int, size: int) -> tuple[float, bool]:

@@ -47,14 +47,9 @@ def group_parameters(parameters: Sequence[ParameterFacts], optim: Optim) -> tupl
     for parameter in parameters:
         if parameter.trainable:
             settings.setdefault(_settings(parameter, optim), []).append(parameter.name)
-    if not settings and parameters:
-        why = (
-            f"all {len(parameters)} parameters are frozen ({parameters[0].name}, ...), so there is nothing to train; "
-            "remove patterns from it"
-        )
-        raise ConfigError(Problem("", "model.freeze", why))
     if not settings:
-        raise ConfigError(Problem("", "model", "the model has no parameters, so there is nothing to train"))
+        why = f"none of the model's {len(parameters)} parameters is left to train; remove patterns"
+        raise ConfigError(Problem("", "model.freeze", why))
     return tuple(Grouping(tuple(names), lr_scale, decay) for (lr_scale, decay), names in settings.items())
 
 

@@ -120,6 +120,7 @@ def make_plan(
     epochs, rest = divmod(steps or 0, epoch_steps)
     samples = None if steps is None else epochs * epoch_samples + rest * batch.global_size
     per_sample = facts.tokens_per_sample
+    waits = _waits(config.parallel.pipeline_parallel, mesh, batch)
     total = sum(parameter.elements for parameter in parameters)
     trainable = sum(parameter.elements for parameter in parameters if parameter.trainable)
     check_features(FeatureRequest(config, layout, batch, total - trainable), machine.device)
@@ -143,11 +144,11 @@ def make_plan(
         groups=group_parameters(parameters, config.optim),
         placements=placements(state_of(config, ranks, parameters), ranks, layout, mesh),
         sent=sent_bytes(config, layout, parameters, mesh, batch),
-        bubble=_waits(config.parallel.pipeline_parallel, mesh, batch),
+        bubble=waits,
         warnings=(
             *_batch_warnings(batch, facts),
             *_schedule_warnings(config.schedule, steps),
-            *_bubble(config.parallel.pipeline_parallel, mesh, batch),
+            *_bubble(config.parallel.pipeline_parallel, waits, mesh, batch),
             *_idle(config.parallel, strategy, mesh),
         ),
     )
@@ -260,18 +261,13 @@ def _waits(options: PipelineParallel, mesh: Mesh, batch: BatchPlan) -> float:
     return bubble(options.schedule, mesh.pipeline, per_rank, batch.accumulation)
 
 
-def _bubble(options: PipelineParallel, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
-    waits = _waits(options, mesh, batch)
+def _bubble(options: PipelineParallel, waits: float, mesh: Mesh, batch: BatchPlan) -> Iterator[str]:
     if waits < _LONG_WAIT:
         return
     share = -(-batch.global_size // mesh.shares)
     size = max(1, -(-share // (4 * mesh.pipeline)))
     finer = f"; set batch.micro_size to {size} for more micro-batches" if batch.micro_size > 1 else ""
-    micro_batches = f"{batch.accumulation:,} micro-batch{'es' * (batch.accumulation != 1)}"
-    yield (
-        f"{mesh.pipeline} stages with {micro_batches} under {options.schedule} wait {waits:.0%} of the time (pipeline "
-        f"bubble){finer}."
-    )
+    yield f"Under {options.schedule}, {mesh.pipeline} stages wait {waits:.0%} of the time (pipeline bubble){finer}."
 
 
 # --- output -------------------------------------------------------------------------------------------------------
