@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from lockstep.config.reading import Items, Leaf, Node, Table, to_python
 from lockstep.config.shape import Range, ValueShape
@@ -27,7 +28,8 @@ def expectation(at: ValueShape) -> str:
     if at.interval:
         valid.append("an interval such as 100 steps or 1 epoch")
     if at.items:
-        valid.append(f"a list of {at.length or ''} ({expectation(at.items)} each)".replace("of  (", "("))
+        plural = re.sub("^a (list|mapping|number|whole number)", r"\1s", expectation(at.items))
+        valid.append(f"a list of {at.length or ''} {plural}".replace("  ", " "))
     elif at.values or at.sections():
         valid.append("a mapping of names to values" if at.values else "a mapping")
     if at.choices:
