@@ -90,7 +90,7 @@ def test_what_can_not_be_discarded_ends_the_run() -> None:
         ({"precision": {"compute": "fp16"}}, "fp16 discards steps that overflow"),
         (
             {"run": {"steps": 2, "determinism": "invariant"}},
-            "optim.in_backward applies each gradient at once, and run.determinism: invariant",
+            "run.determinism: invariant adds gradients over ranks",
         ),
         ({"batch": {"global_size": 8, "micro_size": 2}}, "an update has 4 micro-batches; write batch.micro_size: 8"),
         ({"parallel": {"strategy": "ddp"}}, "optimizer in backward doesn't go with ddp: gradients are reduced"),

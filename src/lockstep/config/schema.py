@@ -483,4 +483,5 @@ def refusal_in_backward(config: Config) -> str | None:
         why = f"recovery.bad_numbers.spike: {numbers.spike} discards steps"
     else:
         return None
-    return f"optim.in_backward applies each gradient at once, and {why}; leave one of them out"
+    lead = "optim.in_backward applies gradients before it is known whether they are finite"
+    return f"{lead}, and {why}; leave one of them out"
