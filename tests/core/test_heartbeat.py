@@ -49,11 +49,3 @@ def test_it_needs_no_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     beats[1].numbers[CALLS] = 3.0
     assert [beat.numbers[CALLS] for beat in beats] == [0.0, 3.0]
     _closed(beats)
-
-
-def test_a_kernel_without_files_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "memfd_create")
-    beats = [shared_heartbeat()]
-    _write(beats[0])
-    assert beats[0].numbers[UPDATES] == 7.0
-    _closed(beats)

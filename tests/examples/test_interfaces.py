@@ -314,6 +314,6 @@ def test_a_loss_that_is_not_summed_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_target_without_a_name_gets_a_hint(tmp_path: Path) -> None:
-    for target, guess in (("own.py", "own.py:NAME"), ("torch.nn.Linear", "torch.nn:Linear")):
-        with pytest.raises(lockstep.ConfigError, match=f"did you mean {guess}"):
+    for target in ("own.py", "torch.nn.Linear"):
+        with pytest.raises(lockstep.ConfigError, match=r"write package\.module:Name"):
             lockstep.train(_config(tmp_path / "run", monitors=[{"target": target}]))

@@ -267,7 +267,7 @@ def test_the_description_has_every_number_and_marks_the_strategy():
     assert "steps         200 (100 an epoch, so 2 epochs)" in lines
     assert "parameters    70 (30 trained, 40 frozen)" in lines
     assert [line for line in lines if line.endswith("<-")] == [
-        "ddp                    280 B         120 B         248 B         648 B  <-"
+        "ddp                  280 B      120 B      248 B  648 B  <-"
     ]
     assert lines[-1].startswith("warning: batch.global_size 10 does not fill")
     assert max(map(len, lines[:-1])) <= 100

@@ -120,7 +120,6 @@ def make_plan(
     epochs, rest = divmod(steps or 0, epoch_steps)
     samples = None if steps is None else epochs * epoch_samples + rest * batch.global_size
     per_sample = facts.tokens_per_sample
-    waits = _waits(config.parallel.pipeline_parallel, mesh, batch)
     total = sum(parameter.elements for parameter in parameters)
     trainable = sum(parameter.elements for parameter in parameters if parameter.trainable)
     check_features(FeatureRequest(config, layout, batch, total - trainable), machine.device)
@@ -144,20 +143,16 @@ def make_plan(
         groups=group_parameters(parameters, config.optim),
         placements=placements(state_of(config, ranks, parameters), ranks, layout, mesh),
         sent=sent_bytes(config, layout, parameters, mesh, batch),
-        bubble=waits,
+        bubble=_waits(config.parallel.pipeline_parallel, mesh, batch),
         warnings=(
             *_batch_warnings(batch, facts),
             *_schedule_warnings(config.schedule, steps),
-            *_bubble(config.parallel.pipeline_parallel, waits, mesh, batch),
             *_idle(config.parallel, strategy, mesh),
         ),
     )
-    undecided = (
-        f"The memory of this run was not simulated ({machine.undecided}). `auto` took {plan.strategy} by the bytes of "
-        f"the training state, and micro-batches of {batch.micro_size}."
-    )
     further = [
-        *([undecided] if machine.undecided else []),
+        *_bubble(config.parallel.pipeline_parallel, plan.bubble, mesh, batch),
+        *_undecided(plan, machine.undecided),
         *_too_large(plan, machine.memory),
         *(resolved(strategy.check)(config, plan) if strategy.check else ()),
     ]
@@ -193,6 +188,12 @@ def _layout_on(
 
 
 # --- warnings -----------------------------------------------------------------------------------------------------
+
+
+def _undecided(plan: Plan, why: str) -> Iterator[str]:
+    if why:
+        took = f"`auto` took {plan.strategy} by the training state, and micro-batches of {plan.batch.micro_size}"
+        yield f"The memory of this run was not simulated ({why}): {took}."
 
 
 def _too_large(plan: Plan, memory: int | None) -> Iterator[str]:
