@@ -1,9 +1,7 @@
 """Parameter counts by module and dtype.
 
-    embedding.weight, layers.0.up.weight, layers.0.down.weight, layers.1.up.weight, ..., norm.weight
-    --> embedding, layers.0-31 (32 alike), norm
-
-Alike modules of a list share a row; others have one each, down to the second level of names.
+embedding.weight, layers.0.up.weight, layers.0.down.weight, layers.1.up.weight, ..., norm.weight
+--> embedding, layers.0-31 (32 alike), norm
 """
 
 from __future__ import annotations
