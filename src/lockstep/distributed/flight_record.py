@@ -19,7 +19,7 @@ _RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")  # NCCL's, which a build wit
 
 
 def flight_record() -> tuple[list[str], bool, bytes]:
-    """Return the incomplete collectives, the oldest first, whether they run on a device, and the record for torchfrtrace."""
+    """Return the incomplete collectives, whether they run on a device, and the record for torchfrtrace."""
     for recorder in _RECORDERS:
         dump = getattr(_distributed_c10d, recorder, None)
         record: dict[str, Any] = {} if dump is None else pickle.loads(dump())

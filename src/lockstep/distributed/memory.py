@@ -30,7 +30,7 @@ def rank_memory(device: torch.device, axis: Axis, machine_ranks: int | None = No
 
 
 def memory_if_started(device_type: str, devices: int, cores: int, ranks: int) -> int | None:
-    """Return what `rank_memory` would be for N ranks on this machine, if it has enough devices (0: the CPU) or cores."""
+    """Return `rank_memory` for N ranks here, if there are enough devices (0: the CPU) or cores."""
     if devices:
         return _accelerator_memory(torch.device(device_type, 0)) if ranks <= devices else None
     return host_memory() // ranks if ranks <= cores else None
