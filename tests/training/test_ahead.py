@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,8 +13,6 @@ from lockstep.config.loading import load
 from lockstep.config.recipes import resolve_recipe
 from lockstep.core.files import write_if_changed
 from lockstep.training import ahead
-from lockstep.training.sources import open_sources, opened_ahead
-from lockstep.training.user_objects import UserObjects
 
 RECIPES = ("digits", "stdlib-lm", "stdlib-classify")
 FORKS = f"""
@@ -23,13 +20,13 @@ from lockstep.config.loading import load
 from lockstep.config.recipes import resolve_recipe
 from lockstep.launch.forking import may_fork
 from lockstep.launch.local import import_ahead
-from lockstep.training.ahead import imports_ahead, prepared_ahead
+from lockstep.training.ahead import import_on_cpu, imports_ahead
 
 for name in {RECIPES}:
     config = load([resolve_recipe(name).path]).config
     import_ahead(imports_ahead(config))
-    with prepared_ahead(config):
-        assert may_fork(), name
+    import_on_cpu(config)
+    assert may_fork(), name
 """
 
 
@@ -47,25 +44,11 @@ def test_a_strategy_is_imported_where_ranks_are_forked_and_its_failure_is_theirs
         raise RuntimeError("another version of a library")
 
     imported: list[str] = []
-    answers = iter([forks, False])  # nothing else is prepared
     monkeypatch.setattr(ahead, "resolved", lambda name: fail)
-    monkeypatch.setattr(ahead, "may_fork", lambda: next(answers))
+    monkeypatch.setattr(ahead, "may_fork", lambda: forks)
     config = load([resolve_recipe("digits").path], ["parallel.strategy=deepspeed", "launch.device=cpu"]).config
-    with ahead.prepared_ahead(config):
-        assert imported == ["cpu"] * forks
-
-
-def test_data_that_was_opened_ahead_is_opened_once_and_is_the_same() -> None:
-    config = load([resolve_recipe("stdlib-lm").path], ["data.train.samples=100"]).config
-    expected, _ = open_sources(config, UserObjects())
-    with opened_ahead(config):
-        opened, _ = open_sources(config, UserObjects())
-        assert open_sources(config, UserObjects())[0] is opened
-    again, _ = open_sources(config, UserObjects())
-    assert again is not opened
-    assert opened.fingerprint == expected.fingerprint
-    indices = np.array([0, 3, 1])
-    assert torch.equal(opened.fetch(indices).targets, expected.fetch(indices).targets)
+    ahead.import_on_cpu(config)
+    assert imported == ["cpu"] * forks
 
 
 @pytest.mark.parametrize("before", [None, "other", "text"])

@@ -315,8 +315,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         architecture("llama", model_type="mistral", sliding_window=3),
         "lets tokens see 3 tokens back",
     ),
-    "one class a sample": ({**text(context=2), **family("bert")}, "an objective that isn't of tokens"),
-    "two sequences": ({**text(context=2), **family("t5")}, "two sequences"),
+    "one class a sample": ({**text(context=2), **family("bert")}, "divides one sequence of tokens"),
+    "two sequences": ({**text(context=2), **family("t5")}, "divides one sequence of tokens"),
     "deepspeed": (text(context=2, strategy="deepspeed"), "deepspeed doesn't go with parallel.context 2"),
     "sums in one order": (
         {**text(context=2), "run": {"steps": 8, "determinism": "invariant"}},

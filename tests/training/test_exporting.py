@@ -114,7 +114,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model" / "XXH128SUMS").unlink()
     with pytest.raises(RunFailed, match="isn't a safetensors file, or is damaged"):
         load_weights(small.Net(), tmp_path)
-    with pytest.raises(ConfigError, match=r"left no weights .* \(lockstep export .* --to .*model\)"):
+    with pytest.raises(ConfigError, match=r"the weights of this run .* exist before .*lockstep export .* --to .*model"):
         load_weights(small.Net(), tmp_path / "none")
 
 
@@ -129,7 +129,7 @@ def test_weights_that_have_changed_since_are_refused(tmp_path: Path) -> None:
         load_weights(small.Net(), tmp_path)
     file.unlink()
     (tmp_path / "summary.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"the weights that this run left \(.*\) are gone; .* --to .*model\)"):
+    with pytest.raises(ConfigError, match=r"the weights of this run \(.*\) are gone; .* --to .*model"):
         load_weights(small.Net(), tmp_path)
     _save(small.Net(), tmp_path)
     load_weights(small.Net(), tmp_path)
@@ -295,7 +295,7 @@ def test_a_model_that_was_handed_over_lies_in_the_run(run: Path, tmp_path: Path)
     shutil.copytree(run, tmp_path / "run")
     config = yaml.safe_load((run / "config.yaml").read_text())
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(config | {"model": {"kind": "given"}}))
-    with pytest.raises(ConfigError, match=r"passed in Python; .* reads the folder model/ of the run"):
+    with pytest.raises(ConfigError, match="this is a model of kind given"):
         export(tmp_path / "run", ExportArguments(format="hf"))
 
 

@@ -284,4 +284,4 @@ def _reports(objective: Any) -> list[Any]:
 
 def test_metrics_that_raise_cost_all_but_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(_reports(OfTheirOwn())) == 2
-    assert "metrics of held-out can't be computed, but for the loss: KeyError: 'right'" in capsys.readouterr().out
+    assert "only the loss of held-out can be computed: KeyError: 'right'" in capsys.readouterr().out

@@ -30,7 +30,7 @@ CLOSURE = (
 WRONG = {
     "optimizer object": (
         lambda: {"optimizer": _sgd()},
-        "optimizer: is an object of SGD, which holds parameters that a strategy may replace; hand over what makes one: "
+        "optimizer: is an object of SGD, whose parameters a strategy may replace; pass "
         "optimizer=lambda groups: SGD(groups, lr=...)",
     ),
     "optimizer class that needs a closure": (lambda: {"optimizer": torch.optim.LBFGS}, CLOSURE),
@@ -43,23 +43,19 @@ WRONG = {
     ),
     "optimizer without groups": (
         lambda: {"optimizer": lambda groups: torch.optim.LBFGS(groups)},
-        "optimizer: LBFGS doesn't support per-parameter options (parameter groups), and a run sets the learning rate "
-        "and weight decay of each group; use an optimizer that takes groups and whose step() needs no closure, such "
-        "as torch.optim.AdamW",
+        "optimizer: LBFGS doesn't support per-parameter options (parameter groups); take one that has groups",
     ),
     "optimizer by name": (
         lambda: {"optimizer": "sgd"},
-        "optimizer: is the text 'sgd'; a name goes into the config: optim: {name: adamw}",
+        "optimizer: is the text 'sgd'; pass",
     ),
     "scheduler object": (
         lambda: {"schedule": torch.optim.lr_scheduler.StepLR(_sgd(), 1)},
-        "schedule: is an object of StepLR, whose state would not be saved; hand over a function (step, steps) -> share "
-        "of optim.lr, or write schedule.kind in the config",
+        "schedule: is a StepLR, whose state would not be saved; pass a function (step, steps) -> share of optim.lr",
     ),
     "scheduler class": (
         lambda: {"schedule": torch.optim.lr_scheduler.StepLR},
-        "schedule: is the class StepLR; hand over a function (step, steps) -> share of optim.lr, or write "
-        "schedule.kind in the config",
+        "schedule: is a StepLR, whose state would not be saved; pass a function (step, steps) -> share of optim.lr",
     ),
     "loader": (
         lambda: {"train_dataset": DataLoader(small.points())},
@@ -77,13 +73,12 @@ WRONG = {
     ),
     "evaluation without a name": (
         lambda: {"eval_datasets": small.points()},
-        "eval_datasets: is of type TensorDataset; hand over datasets by name: {'held-out': dataset}",
+        "eval_datasets: is of type TensorDataset; pass datasets by name: {'held-out': dataset}",
     ),
-    "collate": (lambda: {"collate": 3}, "collate: is of type int; hand over a function: list of items -> batch"),
+    "collate": (lambda: {"collate": 3}, "collate: is of type int; pass a function: list of items -> batch"),
     "model by name": (
         lambda: {"model": "gpt2"},
-        "model: is the text 'gpt2'; a name goes into the config: "
-        "model: {kind: huggingface, task: causal-lm, pretrained: NAME}",
+        "model: is the text 'gpt2'; pass a torch.nn.Module",
     ),
 }  # fmt: skip
 
@@ -223,8 +218,8 @@ def test_a_run_is_not_continued_without_the_objects_that_were_handed_over(
     ):
         assert main(words) == 2
         message = capsys.readouterr().err
-        assert f'hand it over again: lockstep.train("{run}", {arguments}), or write optim.name: adamw' in message
-        assert all(f"  {key}: `given` is an object handed over in Python" in message for key in keys)
+        assert f'pass it again: lockstep.train("{run}", {arguments}), or write optim.name: adamw' in message
+        assert all(f"  {key}: `given` is an object passed in Python" in message for key in keys)
     with pytest.raises(lockstep.ConfigError) as refused:
         lockstep.train(run, train_dataset=data["train_dataset"])
     missing = ["data.train.collate", "optim.name", "schedule.kind"]

@@ -23,7 +23,7 @@ from lockstep.config.loading import validate
 from lockstep.core.errors import Paused
 from lockstep.core.records import Batch, StepReport
 from lockstep.distributed.collectives import LocalGroup
-from lockstep.training.evaluate import EvaluationStopped, StopVote
+from lockstep.training.evaluate import EvaluationStopped, stoppable
 from lockstep.training.finished_run import evaluate_run
 from lockstep.training.job import Job, run_job
 from lockstep.training.monitoring import UserLogs
@@ -170,7 +170,7 @@ def test_a_long_evaluation_is_left_within_a_second() -> None:
         return len(votes) == 4
 
     def leave() -> None:
-        for batch in StopVote(asked, axis).over(batches()):
+        for batch in stoppable(batches(), asked, axis):
             seen.append(batch)
 
     began = time.monotonic()

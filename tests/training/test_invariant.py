@@ -231,9 +231,8 @@ REFUSALS = {
     ),
     "batch norm": (
         points(model={"kind": "custom", "target": "kit.small:WithBatchNorm"}),
-        "run.determinism: invariant, but the model has batch norm (norm), which ties the samples of a rank together "
-        "(running means are each rank's own); take deterministic, or a model without it, such as one with layer or "
-        "group norm",
+        "run.determinism: invariant, but the model has batch norm (norm), which ties samples; take "
+        "deterministic, or another norm",
     ),
     "a buffer that counts": (
         points(model={"kind": "custom", "target": "kit.drawing:Counting"}),
@@ -247,8 +246,8 @@ REFUSALS = {
     ),
     "an objective that doesn't decompose": (
         points(objective={"kind": "custom", "target": "kit.drawing:Contrast"}),
-        "run.determinism: invariant, but the objective's loss is not the sum of its samples' losses "
-        "(decomposes is False), so it may look at other ranks' samples; take deterministic",
+        "run.determinism: invariant, but the objective's loss is not the sum of its samples' losses; "
+        "take deterministic",
     ),
     "double precision": (
         points(model={"kind": "custom", "target": "kit.drawing:Double"}),

@@ -25,7 +25,7 @@ from lockstep.core.records import Batch, Request, StepReport
 from lockstep.distributed.consensus import DeviceConsensus, VoteResult
 from lockstep.monitor.metric_log import MetricLog
 from lockstep.training import assemble
-from lockstep.training.readback import Readback, Reports
+from lockstep.training.readback import Readback
 
 _EVENTS = "logged", "evaluation", "saved", "epoch_done"
 _CLOCKS = {"seconds", "lost_seconds", "bytes", "grad_norm", "loss", "steps_per_second"}
@@ -245,10 +245,9 @@ def test_a_device_that_never_answers_does_not_keep_a_failed_run(monkeypatch: pyt
 
     readback = Readback(torch.device("cpu"), late=True)
     monkeypatch.setattr(readback, "_to_host", lambda numbers: (numbers, Never()))
-    reports = Reports(readback, lambda report: None)
     outcome = VoteResult(0.0, 0.0, 0.0, 0.0, torch.zeros(16, dtype=torch.float64))
     readback.push(outcome, (0.0, True, 1.0, 1.0), cast("Any", None))
-    assert list(reports.last(0.01)) == []
+    assert list(readback.last(0.01)) == []
 
 
 def test_entries_that_were_taken_come_before_later_ones() -> None:

@@ -230,8 +230,8 @@ def announced(config: dict[str, Any]) -> str:
 
 def test_a_sample_beyond_the_limit_is_not_counted_as_allowed(tmp_path: Path) -> None:
     [printed] = in_world(1, announced, config(tmp_path / "run", data={"bad_samples": {"policy": "skip", "limit": 2}}))
-    assert "; left out, 2 of at most 2\n" in printed
-    assert "; it is bad sample 3, and data.bad_samples.limit is 2\n" in printed
+    assert "; bad sample 2, and data.bad_samples.limit is 2\n" in printed
+    assert "; bad sample 3, and data.bad_samples.limit is 2\n" in printed
 
 
 def test_by_default_the_first_one_ends_the_run(tmp_path: Path) -> None:

@@ -52,12 +52,10 @@ def _begin(looks: int, timeout: float = 600.0) -> None:
 
 def test_a_folder_that_is_seen_late_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, a fresh run over several nodes was refused."""
-    monkeypatch.setattr(resuming, "_PAUSE", 0.001)
     _begin(looks=5)
 
 
 def test_a_folder_of_another_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resuming, "_PAUSE", 0.001)
     monkeypatch.setattr(resuming, "_CACHED", 0.02)
     with pytest.raises(ConfigError, match="ranks 1 don't see what rank 0 has written to /shared/checkpoints"):
         _begin(looks=10**9)

@@ -22,7 +22,7 @@ from lockstep.chaos.namespaces import Network, joined, new_name
 from lockstep.launch.rendezvous import TOKEN
 from lockstep.resilience.faults import FAULTS, HOST, SHRINK, Fault, events_of, note
 from lockstep.training.job import Job
-from lockstep.training.on_hosts import train_on_hosts
+from lockstep.training.start_run import train_on_hosts
 
 _PORT = 29500  # free in the namespace of a host that has just been made
 _BROKEN_S = 8.0  # longer than the silence after which a host counts as lost

@@ -12,7 +12,7 @@ from lockstep.core.terminal import echo
 _EPILOG = """\
 Optimizer state is not read, so damage to it is not detected: `lockstep ckpt verify RUN` reads the whole checkpoint.
 `--with optimizer` reads it."""
-_FORMATS = ("auto", "safetensors", "torch", "hf", "dcp")
+_FORMATS = ("auto", "safetensors", "torch", "hf")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -38,7 +38,7 @@ def run(arguments: Sequence[str]) -> int:
         "--with",
         dest="also",
         choices=("optimizer",),
-        help="optimizer state and step, too: hf for Trainer, dcp for torchtitan, torch for any loop",
+        help="optimizer state and step, too, with --format torch",
     )
     parser.add_argument("--force", action="store_true", help="replace what is there")
     add_json(parser)

@@ -142,8 +142,7 @@ class Request(Enum):
     PROFILE = 5  # the first rank has announced a request for a trace
     LEFT_OUT = 6  # a rank leaves samples out: all ranks exchange which
     SNAPSHOT = 7  # it is time for a snapshot in memory
-    NO_SNAPSHOT = 8  # the best state is being saved: the run goes back to it if that save is lost
-    PAUSE = 9  # a signal: all ranks save, and stop
+    PAUSE = 8  # a signal: all ranks save, and stop
 
 
 class Tally(Enum):

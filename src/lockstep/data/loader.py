@@ -224,6 +224,11 @@ class TrainingLoader:
             step += 1
 
 
+def first_batch(source: Source, samples: int, device: torch.device | None = None) -> Batch:
+    """Return the first samples as a batch; on the CPU unless a device is given."""
+    return next(evaluation_batches(source, samples, 0, 1, Loader(), device or torch.device("cpu")))
+
+
 def evaluation_batches(
     source: Source, micro_size: int, rank: int, ranks: int, options: Loader, device: torch.device
 ) -> Iterator[Batch]:

@@ -152,19 +152,6 @@ class BufferSnapshot:
         return frozenset(self._owners)
 
     @torch.no_grad()
-    def changed(self) -> list[str]:
-        """Return the buffers that forwards have changed since the last `take`, without those of torch's norms."""
-        names = []
-        for (name, owner), now, copy in zip(
-            self._owners.items(), _parts(current_buffers(self._owners)), self._copies, strict=True
-        ):
-            if now is None or copy is None or _OF_NORMS & owner.keys():
-                continue
-            if now.dtype != copy.dtype or not torch.equal(now, copy):
-                names.append(name)
-        return names
-
-    @torch.no_grad()
     def take(self) -> None:
         """Copy the buffers as they are now."""
         if not self._owners:

@@ -1,4 +1,4 @@
-"""Answers one question about the memory of a run: `python -m lockstep.simulation.answering FOLDER`."""
+"""Answers what `auto` takes for a run: `python -m lockstep.simulation.answering FOLDER`."""
 
 from __future__ import annotations
 
@@ -12,29 +12,18 @@ from lockstep.core.errors import ConfigError
 from lockstep.simulation import device
 from lockstep.simulation.estimate import decide
 from lockstep.simulation.failing import Unpredictable
-from lockstep.simulation.planning import estimator_of, settled
-from lockstep.training.deciding import Explanation
+from lockstep.simulation.planning import estimator_of
 
 if TYPE_CHECKING:
     from lockstep.plan.choosing import Decision
     from lockstep.training.deciding import Question
 
 
-_MOST_NAMED = 3  # categories
-
-
-def answer(question: Question) -> Decision | Explanation | str:
-    """Return the answer, or why there is none."""
+def answer(question: Question) -> Decision | str:
+    """Return the decision, or why there is none."""
     try:
         estimator = estimator_of(question.config, question.ranks, question.memory, question.given)
-        estimator = replace(estimator, device_type="cpu" if question.on_cpu else device.NAME)
-        if question.kind == "decide":
-            return decide(estimator)
-        config = settled(question.config, estimator)
-        peak = estimator.peak(config)
-        largest = sorted(((name, size) for name, size in peak.by_category.items() if size), key=lambda pair: -pair[1])
-        remedy = "" if peak.bytes <= question.memory else estimator.remedy(config)
-        return Explanation(peak.bytes, tuple(largest[:_MOST_NAMED]), remedy)
+        return decide(replace(estimator, device_type="cpu" if question.on_cpu else device.NAME))
     except (ConfigError, Unpredictable) as error:
         return (str(error).splitlines() or [type(error).__name__])[0]
 

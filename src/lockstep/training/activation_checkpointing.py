@@ -7,10 +7,9 @@ print(checkpointed)                                                      activat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from lockstep.config.schema import ActivationCheckpointing
@@ -40,17 +39,17 @@ def checkpoint_activations(
         mode: as `memory.activation_checkpointing.mode` of a config: full or selective.
 
     Raises:
-        ConfigError: the model has no such modules, or a cache that they write into; an argument belongs to another
-            mode; a module is computed again already; or one keeps running means, which a second forward would count
-            twice. In the first backward: a module changes its state (a mean or counter of its own, spectral norm).
-            In its first forward: it writes to its input in place.
+        ConfigError: the model has no such modules, or a cache that they write into; a module is computed again
+            already, or keeps running means. In the first forward or backward: it changes its state or input.
     """
     if getattr(getattr(model, "config", None), "use_cache", False):  # of the transformers library
         raise ConfigError(
-            "checkpoint_activations: blocks that are computed again would write into the model's cache of keys twice; "
-            "set model.config.use_cache = False while training"
+            "checkpoint_activations: a second forward would write into the model's cache of keys; set "
+            "model.config.use_cache = False while training"
         )
-    options = _options(mode=mode, every=every)
+    if mode not in get_args(Mode):
+        raise ConfigError(f"checkpoint_activations: mode {mode!r} is none of {', '.join(get_args(Mode))}")
+    options = ActivationCheckpointing(mode=mode, every=every)
     classes = [blocks] if isinstance(blocks, type) else blocks
     names: Sequence[str] = _of_classes(model, classes) if classes is not None else repeated_blocks(model)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -62,24 +61,8 @@ def checkpoint_activations(
 def _of_classes(model: nn.Module, classes: Sequence[type[nn.Module]]) -> list[str]:
     for cls in classes:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise ConfigError(
-                f"checkpoint_activations: blocks are classes of modules, such as [Block], and not {cls!r}"
-            )
+            raise ConfigError(f"checkpoint_activations: blocks are classes of modules, and not {cls!r}")
     names = [name for name, module in model.named_modules() if name and type(module) in classes]
     if not names:
         raise ConfigError(f"checkpoint_activations: {none_of(model, [cls.__name__ for cls in classes])}")
     return names
-
-
-def _options(**options: Any) -> ActivationCheckpointing:
-    """Return the options as a config's section. Raises ConfigError if they are invalid."""
-    if options["mode"] not in get_args(Mode):
-        raise ConfigError(f"checkpoint_activations: mode {options['mode']!r} is none of {', '.join(get_args(Mode))}")
-    try:
-        return ActivationCheckpointing(**options)
-    except ValidationError as error:
-        problems = []
-        for problem in error.errors():
-            name = ".".join(map(str, problem["loc"]))
-            problems.append(f"{name}: " * bool(name) + problem["msg"].removeprefix("Value error, "))
-        raise ConfigError(f"checkpoint_activations: {'; '.join(problems)}") from error

@@ -1,14 +1,11 @@
-"""Does ahead, in the launcher, what every rank of every round would do before it trains.
-
-    launcher    imports, data --> fork --> ranks: model, plan, forward, backward ...
+"""Does ahead, in the launcher, what every rank would do before it trains: slow imports, before ranks are forked.
 
 Nothing in the launcher starts a thread or touches an accelerator, after which no rank could be forked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,13 +15,9 @@ from lockstep.data.hub import names_hub
 from lockstep.launch.forking import may_fork
 from lockstep.strategies.record import resolved
 from lockstep.strategies.registry import AUTO, find_strategy
-from lockstep.training.sources import opened_ahead
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-
-_OWN_MODELS = ("transformer", "text-classifier", "image-classifier")
-"""Kinds of models whose code is Lockstep's: others run code of their own, or are given."""
 
 
 def imports_ahead(config: Config) -> list[str]:
@@ -44,20 +37,12 @@ def imports_ahead(config: Config) -> list[str]:
     return [*common, when_it_hangs, *models, *events, *builders]
 
 
-@contextmanager
-def prepared_ahead(config: Config) -> Iterator[None]:
-    """Hold what ranks that are forked while the block runs have in common."""
-    forks = may_fork()
-    if forks:
-        _import_on_cpu(config)
-    with opened_ahead(config) if forks and config.model.kind in _OWN_MODELS else nullcontext():
-        yield
-
-
-def _import_on_cpu(config: Config) -> None:
+def import_on_cpu(config: Config) -> None:
     """Import what every rank of the strategy imports on the CPU. An import that fails fails in the ranks, too."""
     chosen = config.parallel.strategy
-    if chosen != AUTO and (name := find_strategy(chosen).import_on_cpu) and _trains_on_cpu(config):
+    if chosen == AUTO or not may_fork() or not _trains_on_cpu(config):
+        return
+    if name := find_strategy(chosen).import_on_cpu:
         with suppress(Exception):
             resolved(name)(torch.device("cpu"))
 

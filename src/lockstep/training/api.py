@@ -2,7 +2,6 @@
 
 lockstep.train(config, model=..., train_dataset=...)      a whole run; with `ranks=2`, in separate processes
 with lockstep.session(config, model=...) as session:      the same components under a custom loop
-    for report in session: ...
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ def train(
             is that folder, or a file in it).
         accept_changes: resume although data, model or seed differ from those of the checkpoint.
         fresh: start from the beginning; checkpoints in the run's folder are renamed.
-        **objects: `model`, `train_dataset`, `eval_datasets`, `objective`, ...: see `lockstep.Objects`. A module is
-            trained in place; one that ranks have got copies of has the trained weights in the end.
+        **objects: `model`, `train_dataset`, ...: see `lockstep.Objects`. A module has the trained weights in the end.
 
     Raises:
         ConfigError: the run can't be started as it is configured; lists all problems.
@@ -148,6 +146,7 @@ _REPLACED: Mapping[str, tuple[str, Collection[str]]] = {
     "objective": ("kind", ObjectiveConfig.model_fields),
     "optim": ("name", OPTIONS_OF_NAMED),
     "schedule": ("kind", Schedule.model_fields),
+    "checkpoint": ("storage", ()),
 }
 """Selectors, and the keys that an object replaces, by section."""
 
@@ -159,8 +158,6 @@ def _layers(values: Mapping[str, Any], given: Mapping[str, Any]) -> list[Mapping
         section = values.get(name)
         if name in given and isinstance(section, Mapping) and section.get(selector) != GIVEN:
             values[name] = {key: value for key, value in section.items() if key not in (selector, *keys)}
-    if "storage" in given.get("checkpoint", {}) and isinstance(values.get("checkpoint"), Mapping):
-        values["checkpoint"] = {key: value for key, value in values["checkpoint"].items() if key != "storage"}
     if "transforms" in given:  # those that the config names stay; a run's own config has the placeholder already
         named = [section for section in values.get("transforms", ()) if section.get("target") != GIVEN]
         sections["transforms"] = [*named, *given["transforms"]]
@@ -169,26 +166,21 @@ def _layers(values: Mapping[str, Any], given: Mapping[str, Any]) -> list[Mapping
 
 def _given_sections(given: UserObjects) -> dict[str, Any]:
     """Return the sections of a config that objects stand for."""
-    kind = {"kind": "given"}
-    source = {"kind": "given", "collate": "given"} if given.collate is not None else kind
-    sections: dict[str, Any] = {}
-    if given.model is not None:
-        sections["model"] = kind
-    if given.objective is not None:
-        sections["objective"] = kind
-    if given.train_dataset is not None:
-        sections["data"] = {"train": source}
+    kind: dict[str, Any] = {"kind": "given"}
+    source = kind if given.collate is None else {**kind, "collate": "given"}
+    data: dict[str, Any] = {} if given.train_dataset is None else {"train": source}
     if given.eval_datasets:
-        sections.setdefault("data", {})["evaluation"] = dict.fromkeys(given.eval_datasets, source)
-    if given.optimizer is not None:
-        sections["optim"] = {"name": "given"}
-    if given.schedule is not None:
-        sections["schedule"] = kind
-    if given.storage is not None:
-        sections["checkpoint"] = {"storage": {"target": GIVEN}}
-    if given.transforms:
-        sections["transforms"] = [{"target": GIVEN}] * len(given.transforms)
-    return sections
+        data["evaluation"] = dict.fromkeys(given.eval_datasets, source)
+    sections: dict[str, Any] = {
+        "model": kind if given.model is not None else None,
+        "objective": kind if given.objective is not None else None,
+        "data": data,
+        "optim": {"name": "given"} if given.optimizer is not None else None,
+        "schedule": kind if given.schedule is not None else None,
+        "checkpoint": {"storage": {"target": GIVEN}} if given.storage is not None else None,
+        "transforms": [{"target": GIVEN}] * len(given.transforms),
+    }
+    return {name: section for name, section in sections.items() if section}
 
 
 def _finished(job: Job) -> Finished | None:
@@ -206,8 +198,7 @@ def _finished(job: Job) -> Finished | None:
 
 def _train_in_ranks(job: Job, ranks: int | Literal["auto"]) -> Finished:
     from lockstep.monitor.folder import read_summary
-    from lockstep.training.on_hosts import train_on_hosts
-    from lockstep.training.start_run import launch_job
+    from lockstep.training.start_run import launch_job, train_on_hosts
 
     model, on_hosts = job.given.model, job.config.launch.nodes != 1
     if isinstance(model, nn.Module):

@@ -10,17 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from lockstep.checkpoint.manifest import ELEMENT_BYTES
-from lockstep.config.schema import Loader
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts
-from lockstep.data.loader import TrainingLoader, evaluation_batches
-from lockstep.data.sources import PreparedSource
+from lockstep.data.loader import TrainingLoader, first_batch
 from lockstep.distributed.rng import seed_everything
 from lockstep.engine.input_names import refuse_unknown_names
 from lockstep.models.attention_masks import decide_masks, without_full_mask
@@ -40,7 +38,6 @@ from lockstep.plan.schedule import learning_rate
 from lockstep.training.checkpoints import checkpoints_in
 from lockstep.training.components import Components, Purpose, Rate
 from lockstep.training.deciding import machine_of
-from lockstep.training.evaluate import Evaluator
 from lockstep.training.flops import training_flops
 from lockstep.training.parallelize import (
     WholeModel,
@@ -54,12 +51,12 @@ from lockstep.training.parallelize import (
 )
 from lockstep.training.readback import Readback
 from lockstep.training.session import Session
-from lockstep.training.sources import make_objective, open_sources, users_model
+from lockstep.training.sources import make_objective, open_sources, prepared, users_model
 from lockstep.training.user_objects import UserObjects, user_transforms
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Config, Model, Optim, Run, Schedule
-    from lockstep.core.protocols import Engine, EvaluatedObjective, Optimizer, Source
+    from lockstep.config.schema import Config, Optim, Run, Schedule
+    from lockstep.core.protocols import EvaluatedObjective, Optimizer, Source
     from lockstep.core.records import Inputs
     from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
@@ -68,8 +65,6 @@ if TYPE_CHECKING:
     from lockstep.models.model_tensors import ModelTensors
     from lockstep.plan.optimizers import Grouping
     from lockstep.plan.plan import Machine, Plan
-    from lockstep.sharding import ModelState
-    from lockstep.training.parallelize import Parallelized
 
 
 def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose = Purpose.TRAIN) -> Session:
@@ -89,8 +84,6 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
     own = config.optim, plan.groups, given.optimizer, dtype
     optimizer = None if purpose is Purpose.EVALUATE else ConfiguredOptimizer(*own)
     made = parallelize(whole, config, plan, world, optimizer or NoOptimizer(), user_transforms(config, given))
-    if purpose is Purpose.TRAIN:
-        _refuse_not_finite(config.model, made.sharding.state, world)
     engine = build_engine(made, config, plan, world, source, objective, prepared.computed, prepared.masks)
 
     scaled = dtype is torch.float16 or made.sharding.rounds_to_fp16
@@ -118,7 +111,9 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
         engine=engine,
         loader=loader,
         source=source,
-        evaluator=_evaluator(engine, made, prepared, config, world),
+        evaluation=prepared.evaluation,
+        evaluation_size=_evaluation_size(config.evaluation.micro_size, prepared, made.position),
+        draws=keyed_draws(config, plan, made, world),
         consensus=consensus_of(world, made.sharding.loss_sum),
         readback=Readback(world.device, late=world.device.type != "cpu"),
         scaler=LossScaler(config.precision.loss_scale, enabled=scaled, device=world.device),
@@ -126,45 +121,9 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
         coupled=prepared.coupled,
         flops_per_token=prepared.flops,
         open_checkpoints=checkpoints_in,
-        draw=partial(whole.draw_sharded, made.sharding) if whole.deferred else _nothing,
+        draw=partial(whole.draw_sharded, made.sharding) if whole.deferred else lambda: None,
     )
     return Session(components)
-
-
-def _refuse_not_finite(model: Model, state: ModelState, world: World) -> None:
-    """Raise ConfigError, on all ranks, if the weights that a run starts from have a NaN or an infinity."""
-    keys = {"init_from": model.init_from, "pretrained": getattr(model, "pretrained", None)}
-    key = next((key for key, place in keys.items() if place is not None), None)
-    if key is None:
-        return
-    names = cast("list[str | None]", world.axis.gather(state.weights_not_finite()))
-    if (name := next(filter(None, names), None)) is not None:
-        why = f"{name} has a NaN or an infinity in {keys[key]}, which has diverged or is damaged; take an earlier one"
-        raise ConfigError(Problem("", f"model.{key}", why))
-
-
-def _evaluator(engine: Engine, made: Parallelized, prepared: _Prepared, config: Config, world: World) -> Evaluator:
-    return Evaluator(
-        engine,
-        made.sharding,
-        prepared.objective,
-        prepared.evaluation,
-        min(_evaluation_size(config.evaluation.micro_size, prepared.plan), _most_evaluated(prepared, made.position)),
-        config.data.loader,
-        made.position,
-        world,
-        keyed_draws(config, prepared.plan, made, world),
-    )
-
-
-def _most_evaluated(prepared: _Prepared, position: MeshPosition) -> int:
-    """Return the samples that a rank evaluates of the largest set; a forward that runs out of memory had no more."""
-    samples = max((source.facts.samples for source in prepared.evaluation.values()), default=1)
-    return max(1, -(-samples // position.shares))
-
-
-def _nothing() -> None:
-    """Leave the parameters as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +143,7 @@ class _Prepared:
 
 
 def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose) -> _Prepared:
-    """Return data, model, plan and objective. Raises ConfigError without a collective if the config can't be run."""
+    """Return data, model, plan and objective. Raises ConfigError, without a collective."""
     own = users_model(config, given)
     source, evaluation = open_sources(config, given, own)
     world.axis.barrier()  # another rank may have downloaded or tokenized them
@@ -217,8 +176,7 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
 
     removed, masks = decide_masks(model, partial(_first_inputs, source), keeps_masks=plan.mesh.context > 1)
     if removed:
-        source = PreparedSource(source, without_full_mask)
-        evaluation = {name: PreparedSource(held_out, without_full_mask) for name, held_out in evaluation.items()}
+        source, evaluation = prepared((source, evaluation), without_full_mask)
     tensors, flops = model_tensors(model), training_flops(model, source, world.device)
     sample = partial(_first_inputs, source)
     checked = plan.mesh.tensor * plan.mesh.context > 1  # by forwards, before the first update
@@ -229,7 +187,7 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
 
 
 def _first_inputs(source: Source) -> Inputs:
-    return next(evaluation_batches(source, 1, 0, 1, Loader(), torch.device("cpu"))).inputs
+    return first_batch(source, 1).inputs
 
 
 def _configure_process(run: Run, tf32: bool) -> None:
@@ -247,7 +205,7 @@ def _configure_process(run: Run, tf32: bool) -> None:
 def _meta_model(
     config: Config, facts: DataFacts, given: UserObjects, world: World, machine: Machine, purpose: Purpose
 ) -> MetaModel | None:
-    """Return a model that gets its values after it is sharded or partitioned; None: it needn't, or it can't."""
+    """Return a model that gets its values after it is sharded; None: it needn't, or it can't."""
     reads_values = given.optimizer is not None or config.optim.target is not None or user_transforms(config, given)
     if purpose is not Purpose.TRAIN and not reads_values:
         return build_meta_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)
@@ -264,14 +222,13 @@ def _meta_model(
     return build_meta_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)
 
 
-def _evaluation_size(size: int | Literal["auto"], plan: Plan) -> int:
-    """Return the samples per forward of a rank in an evaluation; in a pipeline, `auto` is the rank's whole share.
-
-    A pipeline stage holds the activations of one micro-batch at a time in an evaluation.
-    """
-    if size != "auto":
-        return size
-    return plan.batch.micro_size * (plan.batch.accumulation if plan.mesh.pipeline > 1 else 1)
+def _evaluation_size(size: int | Literal["auto"], prepared: _Prepared, position: MeshPosition) -> int:
+    """Return the samples per forward of an evaluation, of which a rank has at most its share of the largest set."""
+    plan = prepared.plan
+    if size == "auto":  # in a pipeline, the rank's whole share
+        size = plan.batch.micro_size * (plan.batch.accumulation if plan.mesh.pipeline > 1 else 1)
+    samples = max((source.facts.samples for source in prepared.evaluation.values()), default=1)
+    return min(size, max(1, -(-samples // position.shares)))
 
 
 def _refuse_for_tensor_parallel(config: Config, given: UserObjects, objective: EvaluatedObjective) -> None:
@@ -290,15 +247,9 @@ def _refuse_for_tensor_parallel(config: Config, given: UserObjects, objective: E
 def _refuse_coupled(coupled: str | None, objective: EvaluatedObjective) -> None:
     """Raise ConfigError if samples of different micro-batches or ranks depend on each other in an invariant run."""
     if coupled is not None:
-        why = (
-            f"invariant, but the model has {coupled}, which ties the samples of a rank together (running means are "
-            f"each rank's own); take deterministic, or a model without it, such as one with layer or group norm"
-        )
+        why = f"invariant, but the model has {coupled}, which ties samples; take deterministic, or another norm"
     elif not objective.decomposes:
-        why = (
-            "invariant, but the objective's loss is not the sum of its samples' losses (decomposes is False), so it "
-            "may look at other ranks' samples; take deterministic"
-        )
+        why = "invariant, but the objective's loss is not the sum of its samples' losses; take deterministic"
     else:
         return
     raise ConfigError(Problem("", "run.determinism", why))
@@ -315,11 +266,6 @@ _NO_GROUPS = "doesn't support per-parameter options"  # in the message by which 
 
 class ConfiguredOptimizer:
     """Makes the optimizer of the config, or a user's.
-
-    Args:
-        groups: Groups of the whole model's parameters, by settings.
-        make: A user's function of parameter groups; None: the config's optimizer, which may be a user's, too.
-        compute: As `resolve_compute` returns it.
 
     Attributes:
         is_custom: Whether it is a user's.
@@ -349,10 +295,7 @@ class ConfiguredOptimizer:
             key = "optim.arguments" if self._optim.target else "optimizer"
             reason = f"{self._optim.target or 'the function'} raised {type(error).__name__}: {error}"
             if _NO_GROUPS in str(error):
-                reason = (
-                    f"{error}, and a run sets the learning rate and weight decay of each group; use an optimizer that "
-                    "takes groups and whose step() needs no closure, such as torch.optim.AdamW"
-                )
+                reason = f"{error}; take one that has groups and whose step() needs no closure, such as AdamW"
             raise ConfigError(Problem("", key, reason)) from error
         optimizer, self.used = adapt_optimizer(made, self._optim)
         return optimizer

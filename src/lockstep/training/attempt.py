@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -30,17 +31,13 @@ from lockstep.monitor.folder import RunFolder
 from lockstep.optim.precision import products_in, resolve_compute
 from lockstep.plan.plan import because, strategy_of
 from lockstep.strategies.registry import find_strategy
-from lockstep.training.components import Components
 from lockstep.training.out_of_memory import least_micro_size
-from lockstep.training.session import Session, components_of, seconds_of
+from lockstep.training.session import Session, components_of
 
 if TYPE_CHECKING:
     from lockstep.training.components import Components
 
-_INVARIANT = (
-    "run.determinism invariant: each rank computes with one thread on the CPU; training is bitwise identical on any "
-    "number of ranks, evaluations may differ in their last digits"
-)
+_INVARIANT = "run.determinism invariant: training is bitwise identical on any number of ranks, each with one CPU thread"
 _NO_RESTARTS = "recovery.restarts has no effect here: only Lockstep's own launcher starts ranks again"
 _SAME_LAUNCH_S = 0.1  # times are recorded rounded
 
@@ -55,7 +52,8 @@ def run_info(
     plan, world = components.plan, components.world
     dtype = resolve_compute(components.config.precision.compute, world.device)
     precision = {None: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-    device_name = _device_name(world.device)
+    named = world.device.type != "cpu"
+    device_name = str(torch.get_device_module(world.device).get_device_name(world.device)) if named else "cpu"
     return RunInfo(
         recipe=recipe,
         folder=folder,
@@ -85,9 +83,8 @@ def _notes(components: Components) -> tuple[str, ...]:
     notes = []
     if strategy.divides and (reason := because(components.plan)):
         notes.append(reason)
-    coupled = components.coupled
-    if coupled is not None or not components.objective.decomposes:
-        reason = coupled or "the objective does not decompose over samples"
+    if components.coupled is not None or not components.objective.decomposes:
+        reason = components.coupled or "the objective does not decompose over samples"
         notes.append(f"{reason}: this run depends on batch.micro_size and on the number of ranks")
     if components.plan.batch.fixed:
         notes.append(_INVARIANT)
@@ -101,29 +98,18 @@ def _notes(components: Components) -> tuple[str, ...]:
     return (*notes, *strategy.remarks(options))
 
 
-def _device_name(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else str(torch.get_device_module(device).get_device_name(device))
-
-
 @dataclass(frozen=True, slots=True)
 class EarlierAttempts:
-    """The attempts of a run before this one.
+    """The attempts of a run before this one, and when the last of them gave its last sign; NaN if unknown."""
 
-    Attributes:
-        ended: When the last of them gave its last sign; NaN if that isn't known.
-    """
-
-    attempts: tuple[Attempt, ...]
-    ended: float
+    attempts: tuple[Attempt, ...] = ()
+    ended: float = math.nan
 
     @classmethod
     def of(cls, run: Path) -> EarlierAttempts:
         """Read those of a folder, before its history is rewound."""
         attempts = read_attempts(run)
-        return cls(attempts, last_sign(run) if attempts else float("nan"))
-
-
-NO_ATTEMPTS = EarlierAttempts((), float("nan"))
+        return cls(attempts, last_sign(run)) if attempts else cls()
 
 
 def _launched(run: Path, earlier: EarlierAttempts) -> float:
@@ -136,27 +122,23 @@ def _launched(run: Path, earlier: EarlierAttempts) -> float:
 def record_attempt(
     session: Session, run: Path, earlier: EarlierAttempts, info: RunInfo, memory: Path | None = None
 ) -> str | None:
-    """Record this attempt, on the first rank; all ranks call it. Raises RunFailed.
+    """Record this attempt, and return its id, on the first rank; all ranks call it.
 
     Args:
         memory: The launcher's folder in memory; None: there is none.
-
-    Returns:
-        What identifies it (`attempt_id`), on the first rank.
     """
     components = components_of(session)
     hosts = cast("list[str]", components.world.axis.gather(socket.gethostname()))
     if components.world.rank != 0:
         return None
-    plan = components.plan
-    held = plan.placement
-    sizes = {"least_micro_size": least_micro_size(components), "evaluation_size": components.evaluator.micro_size}
+    plan, held = components.plan, components.plan.placement
+    sizes = {"least_micro_size": least_micro_size(components), "evaluation_size": components.evaluation_size}
     attempt = Attempt(
         _launched(run, earlier),
         time.time(),
         earlier.ended,
         session.progress.steps,
-        seconds_of(session),
+        session.seconds,
         by_host(hosts),
         {**facts_of(info), **sizes},  # the launcher looks at them when memory has run out
         Planned(held.parameters, held.gradients, held.optimizer, plan.sent, plan.bubble),

@@ -4,9 +4,8 @@
     between its halves' losses                       it is a mean: refused
     neither                                          samples depend on each other: a warning
 
-The comparison also shows whether the loss depends on parameters that no optimizer updates. It uses the outputs of the
-step itself, in the first update in which a micro-batch has two samples or more. An objective that changes tensors of
-its modules is refused: no checkpoint has them.
+It uses the outputs of the step itself, in the first update in which a micro-batch has two samples or more. Untrained
+parameters, and tensors of the objective that it changes and no checkpoint has, are refused, too.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.formatting import listed
 from lockstep.distributed.generators import replayed_draws
 from lockstep.engine.dry_run import unchanged
 from lockstep.models.building_objectives import FunctionObjective
@@ -43,12 +43,7 @@ LossSum = Callable[[Any, "Batch"], Tensor]
 
 
 class CheckedObjective:
-    """A user's objective that is checked once, in the first update.
-
-    Args:
-        model: whose parameters are trained.
-        key: the config key of the objective.
-    """
+    """A user's objective that is checked once, in the first update. `key` is its key in the config."""
 
     def __init__(self, objective: FunctionObjective, model: nn.Module, key: str) -> None:
         self._objective = objective
@@ -67,11 +62,7 @@ class CheckedObjective:
         return cls(objective, model, key) if isinstance(objective, FunctionObjective) else objective
 
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
-        """Return the objective's sum.
-
-        Raises:
-            ConfigError: it is a mean, depends on untrained parameters, or changes tensors of the objective's modules.
-        """
+        """Return the objective's sum. Raises ConfigError if it is a mean, or has parameters or state of its own."""
         return self._loss_sum(outputs, batch)
 
     def _checked(self, outputs: object, batch: Batch) -> Tensor:
@@ -103,23 +94,17 @@ class CheckedObjective:
         return loss
 
     def _without_changes(self, outputs: object, batch: Batch) -> Tensor:
-        """Return the objective's sum.
-
-        Raises:
-            ConfigError: The first one of training has changed what modules of the objective would save.
-        """
+        """Return the sum. Raises ConfigError if the first one of training changes the objective's own tensors."""
         if self._keeps_no_state or not torch.is_grad_enabled():
             return self._objective.loss_sum(outputs, batch)
         before = {name: (tensor, _value(tensor)) for name, tensor in self._own_tensors()}
         loss = self._objective.loss_sum(outputs, batch)
         changed = [name for name, now in self._own_tensors() if name in before and _is_changed(*before[name], now)]
         if changed:
-            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             why = (
-                f"loss_sum changes {', '.join(changed[:3])}{more}, and a checkpoint has the tensors of the model "
-                "alone: a run that resumes would begin with the first values again. Put a fixed model, such as a "
-                "teacher, into evaluation mode (.eval()); make a state that the loss needs buffers of the model, "
-                "whose forward changes them in training and returns them with its outputs"
+                f"loss_sum changes {listed(changed, 3)}, and a checkpoint has only the model's tensors. Put a fixed "
+                "model, such as a teacher, into evaluation mode (.eval()); make a state that the loss needs buffers of "
+                "the model, whose forward changes them and returns them with its outputs"
             )
             raise ConfigError(Problem("", self._key, why))
         self._keeps_no_state = True
@@ -145,29 +130,17 @@ class CheckedObjective:
         slack = _TOLERANCE * size / 2
         first, second = sorted(halves)
         values = f"on {samples} samples it is {whole:.6g}, and on the halves {halves[0]:.6g} and {halves[1]:.6g}"
-        if second - first <= slack and first - slack <= whole <= second + slack:
-            why = (
-                f"the loss doesn't grow with the samples: {values}. Return a sum over their valid targets. If the "
-                "forward computes a mean, return it x count(batch); if it computes a sum, have it return the loss of "
-                "each sample, and add them up here"
-            )
-            raise ConfigError(Problem("", self._key, why))
         if first - slack <= whole <= second + slack:
             why = (
-                f"the loss is no sum over the samples, but perhaps a mean: {values}, which should add up to it. Return "
-                'the sum over valid targets (such as reduction="sum"): it is divided once, by the count of the whole '
-                "update"
+                f"the loss is no sum over the samples, but perhaps a mean: {values}. Return the sum over valid targets "
+                '(such as reduction="sum"): it is divided once, by the count of the whole update'
             )
             raise ConfigError(Problem("", self._key, why))
         if not of_samples:
             return
         self.decomposes = False
-        _LOG.warning(
-            "%s: the loss of a batch is not the sum of its samples' losses: %s. The run depends on batch.micro_size "
-            "and the number of ranks; set decomposes = False on the objective if that is meant",
-            self._key,
-            values,
-        )
+        why = "the run depends on batch.micro_size and the number of ranks; if that is meant, set decomposes = False"
+        _LOG.warning("%s: the loss of a batch isn't the sum of its samples': %s; %s", self._key, values, why)
 
     def _refuse_parameters(self, loss: Tensor, outputs: object = None) -> None:
         """Raise ConfigError if the loss depends on untrained parameters, otherwise than by the outputs."""
@@ -176,12 +149,10 @@ class CheckedObjective:
         if not others:
             return
         names = {id(tensor): name for name, tensor in _parameters(self._objective.loss_sum)}
-        listed = ", ".join(f"{names.get(id(leaf), 'a tensor')} {list(leaf.shape)}" for leaf in others[:3])
-        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        shown = listed([f"{names.get(id(leaf), 'a tensor')} {list(leaf.shape)}" for leaf in others], 3)
         why = (
-            f"the loss depends on {listed}{more}, which no optimizer updates: the parameters of the model alone are "
-            "trained. Make them part of the model, whose forward returns them with its outputs, or freeze them with "
-            "requires_grad_(False)"
+            f"the loss depends on {shown}, which no optimizer updates. Make them part of the model, whose forward "
+            "returns them with its outputs, or freeze them with requires_grad_(False)"
         )
         raise ConfigError(Problem("", self._key, why))
 
@@ -209,7 +180,7 @@ def _halves(outputs: object, batch: Batch) -> list[tuple[Any, Batch]] | None:
 
 
 def _copied(loss_sum: LossSum, stack: ExitStack) -> LossSum:
-    """Return the method of a copy, so that the comparison changes no state of the objective."""
+    """Return the method of a copy: the comparison must change no state of the objective."""
     stack.enter_context(recording(MetricLog()))
     if isinstance(loss_sum, nn.Module):
         stack.enter_context(unchanged(loss_sum))

@@ -32,7 +32,7 @@ from lockstep.monitor.jsonl import finite
 from lockstep.stores.addresses import is_address
 from lockstep.stores.blobs import UserStore
 from lockstep.stores.buckets import open_store
-from lockstep.training.components import FailureState, VoteParticipant
+from lockstep.training.components import Saves
 from lockstep.training.evaluations import Evaluations
 from lockstep.training.memory_snapshots import MemorySnapshots
 from lockstep.training.ownership import refuse_other_run
@@ -40,22 +40,20 @@ from lockstep.training.replicas import refuse_not_finite
 from lockstep.training.requests import Trigger
 from lockstep.training.rescue import Rescue
 from lockstep.training.resuming import Resume, check_state, lock_storage, refuse_local_storage, restore, set_back
-from lockstep.training.session import Session, attach, components_of, seconds_of
+from lockstep.training.session import Session, components_of
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.manifest import Manifest
     from lockstep.checkpoint.storage import Storage
     from lockstep.core.progress import Progress
     from lockstep.core.protocols import ObjectStore
     from lockstep.monitor.history import HistoryFiles
-    from lockstep.training.session import Session
 
 _log = logging.getLogger("lockstep")
-# Keys in a manifest's environment:
-TRANSFORMS = "transforms"  # names of the transforms of the model, if there are any
+TRANSFORMS = "transforms"
+"""The key in a manifest's environment of the names of the model's transforms."""
 
 
-class Checkpoints(VoteParticipant):
+class Checkpoints(Saves):
     """The checkpoints of one run, on one rank; all ranks call the same methods at the same updates.
 
     Args:
@@ -64,13 +62,9 @@ class Checkpoints(VoteParticipant):
         memory: the launcher's folder for snapshots; None: there is none.
 
     Attributes:
-        storage, home: those above.
-        evaluations: of the run.
-        snapshots: of the run, in memory.
         environment: of this attempt, on the first rank.
         run: id of the run, from `begin` on.
         history: of the run, on the first rank; flushed before a checkpoint that refers to it exists.
-        resumed_from: the step that this attempt resumed from; None: it started from the beginning.
     """
 
     def __init__(
@@ -103,13 +97,11 @@ class Checkpoints(VoteParticipant):
         self._saved_evaluation = self._evaluation()
         self._began_at = 0
         self._saves_again = False
-        self._newest: int | None = None
         self._wait_for_copies: Callable[[], None] | None = None
-        self._failure_state = FailureState(fails_together=True)
+        self._failure_state = session.failure_state
         self.environment = environment
-        self.snapshots = MemorySnapshots(session, memory, home)
+        self.snapshots = MemorySnapshots(session, self._metadata, memory, home)
         self.history: HistoryFiles | None = None
-        self.resumed_from: int | None = None
         self.run = ""
 
     @property
@@ -129,7 +121,7 @@ class Checkpoints(VoteParticipant):
 
         Raises:
             ConfigError: it is another run's, or not all ranks see the same folder.
-            RunFailed: none can be read, or the requested one doesn't exist; or the storage can't be written.
+            RunFailed: none can be read, the requested one doesn't exist, or the storage can't be written.
         """
         try:
             return self._begin(resume)
@@ -149,9 +141,8 @@ class Checkpoints(VoteParticipant):
         notes: list[str] = []
         starts_over = resume.fresh or resume.origin is not None
         run = (None if starts_over else self.storage.run) or uuid.uuid4().hex
-        if resume.fresh:
-            notes += set_back(self.storage, self._axis, -1, {})
-        else:
+        aside: tuple[int, Mapping[str, str]] | None = (-1, {}) if starts_over or resume.until is not None else None
+        if not resume.fresh:
             storage = self.storage if resume.step is not None else self.snapshots.resumable(self.storage)
             origin = resume.origin or storage
             restored = restore(self._session, origin, resume, self._data)
@@ -166,14 +157,12 @@ class Checkpoints(VoteParticipant):
                     if self.snapshots.has(manifest.step):
                         notes[0] += ", which was in memory"
                     else:
-                        self._saved_at = self._newest = manifest.step
-                    notes += set_back(self.storage, self._axis, manifest.step, loaded.broken)
-                else:  # what is there is of a fork that was killed as it began
-                    notes += set_back(self.storage, self._axis, -1, {})
-            elif resume.until is not None:
-                notes += set_back(self.storage, self._axis, -1, {})
-            elif resume.step is not None or resume.origin is not None:
+                        self._saved_at = manifest.step
+                    aside = manifest.step, loaded.broken
+            elif resume.until is None and (resume.step is not None or resume.origin is not None):
                 raise RunFailed(f"there is no checkpoint in {origin.place}")
+        if aside is not None:
+            notes += set_back(self.storage, self._axis, *aside)
         self.run = cast("str", self._axis.broadcast(run))
         self._write_owner()
         metadata = RunMetadata(self.run, finite(to_public(components.config)), self.environment)
@@ -182,13 +171,13 @@ class Checkpoints(VoteParticipant):
             self._axis,
             components.world.device,
             metadata,
-            self._published,
+            self._retention.on_published,
             self._retention.make_room,
             lambda: self.history.flush() if self.history is not None else None,
         )
         self._began_at = self._session.progress.steps
-        self.snapshots.begin(metadata, self._began_at, self._metadata)
-        self._failure_state = attach(self._session, self)
+        self.snapshots.begin(metadata, self._began_at)
+        self._session.saves = self
         return notes
 
     def _write_owner(self) -> None:
@@ -198,10 +187,6 @@ class Checkpoints(VoteParticipant):
         if self.home is None and owner is not None and owner.run == self.run:
             return
         self.storage.set_owner(Owner(self.run, str(self.home) if self.home is not None else None, self._recipe))
-
-    def _published(self, manifest: Manifest) -> None:
-        self._newest = manifest.step
-        self._retention.on_published(manifest)
 
     # --- in each vote ---------------------------------------------------------------------------------------------
 
@@ -225,8 +210,6 @@ class Checkpoints(VoteParticipant):
         """Return this rank's requests for the next vote: a save by the clock, or again after the disk was full."""
         saves_again, self._saves_again = self._saves_again, False
         requests = (*self._trigger.requests(), *self.snapshots.requests())
-        if self._axis.rank == 0 and self._unpublished_best() is not None:
-            requests = (*requests, Request.NO_SNAPSHOT)  # the run goes back to the best state if its save is lost
         return (*requests, Request.SAVE) if saves_again else requests
 
     def outcomes(self) -> list[SaveReport]:
@@ -239,11 +222,14 @@ class Checkpoints(VoteParticipant):
         """Return whether a save follows the update between `before` and the session's progress; see `Trigger`."""
         return self._trigger.follows(before, self._session.progress, requests)
 
-    def save_evaluated(self, report_saves: Callable[[list[SaveReport]], None]) -> None:
-        """Save the evaluation of the state from which the run has resumed.
+    def is_snapshot_due(self, requests: Collection[Request] = ()) -> bool:
+        """Return whether a snapshot follows the last update; while ranks write the best state, only its own."""
+        if self._saver.in_progress == (self.evaluations.best_at, False):
+            return self.snapshots.are_taken and self.evaluations.is_best
+        return self.snapshots.is_due(requests)
 
-        If the state is in a checkpoint, its metrics are added there. If it was in memory, the best one is saved.
-        """
+    def save_evaluated(self, report_saves: Callable[[list[SaveReport]], None]) -> None:
+        """Add the evaluation of the state from which the run has resumed to its checkpoint; save a best one."""
         if self.evaluations.is_best or self._saved_at == self._session.progress.steps:
             self.save(report_saves)
 
@@ -252,8 +238,7 @@ class Checkpoints(VoteParticipant):
         """Start a save of the session as it is; if it was saved at this step, only add an evaluation since then.
 
         Args:
-            report_saves: called with the saves that have ended since `outcomes`, before this one can exist: the run's
-                history has every save before the newest checkpoint, whenever the run is killed.
+            report_saves: called with the saves that have ended, before this one can exist.
         """
         self._failure_state.refuse_half_update(self)
         saver, step = self._saver, self._session.progress.steps
@@ -275,16 +260,13 @@ class Checkpoints(VoteParticipant):
             self._trigger.restart()
             if not self._section.asynchronous:
                 saver.finish()
-            elif self.evaluations.is_best:
-                self.snapshots.hold()
 
     def _add_evaluation(self) -> None:
-        """Add what is known of the evaluation at this step to its checkpoint, which exists all the while."""
-        evaluation = self._evaluation()
+        """Add the evaluation at this step to its checkpoint."""
+        state, metrics = evaluation = self._evaluation()
         if evaluation == self._saved_evaluation:
             return
-        state, metrics = evaluation
-        added = {**state, "seconds": seconds_of(self._session)}
+        added = {**state, "seconds": self._session.seconds}
         step = self._session.progress.steps
         failure = self._saver.amend(StepMetadata(step, 0, 0, added, metrics))
         if failure is None:
@@ -292,14 +274,8 @@ class Checkpoints(VoteParticipant):
         elif self._axis.rank == 0:
             _log.warning("the checkpoint of step %d lacks the metrics of its evaluation: %s", step, failure)
 
-    def _unpublished_best(self) -> int | None:
-        """Return the step of the best state if its save is in progress. Only the first rank knows when it has ended."""
-        best = self.evaluations.best_at
-        save = self._begun_saver.in_progress if self._begun_saver is not None else None
-        return best if save is not None and save[0] == best and self._newest != best else None
-
     def _evaluation(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what a checkpoint of the session as it is keeps of evaluations: in its state, and as metrics."""
+        """Return what a checkpoint keeps of evaluations: in its state, and as metrics."""
         return self.evaluations.state(), self.evaluations.metrics()
 
     def _metadata(self, state: TrainingState) -> StepMetadata:
@@ -323,9 +299,10 @@ class Checkpoints(VoteParticipant):
         """Save what a run that `error` ends has learned since its last save; return what to report."""
         if self._begun_saver is None or self._session.progress.steps == self._began_at:
             return None
-        saver, state, best, memory = self._saver, self._failure_state, self._unpublished_best(), self.snapshots.folder
-        rescue = Rescue(self._session, self.storage, saver, state, self._metadata, best, memory)
-        return rescue.save(error)
+        save, best = self._saver.in_progress, self.evaluations.best_at
+        best = best if save is not None and save[0] == best else None
+        rescue = Rescue(self._session, self.storage, self._saver, self._metadata, best)
+        return rescue.save()
 
     def close(self) -> None:
         self._saver.join()
@@ -340,11 +317,8 @@ class Checkpoints(VoteParticipant):
         self.save()
 
     def load_best(self) -> None:
-        """Restore the session from the best checkpoint that is intact; move damaged ones aside. All ranks together.
-
-        Nothing happens if that is the state that the session has, or if there is none.
-        """
-        is_first, storage, session = self._axis.rank == 0, self.storage, self._session
+        """Restore the session from the best intact checkpoint, if any; move damaged ones aside. All ranks together."""
+        is_first, session = self._axis.rank == 0, self._session
         while True:
             if is_first:
                 self._retention.invalidate()  # a checkpoint may have been deleted
@@ -352,11 +326,14 @@ class Checkpoints(VoteParticipant):
             if step is None or step == session.progress.steps:
                 return
             try:
-                loaded = load_newest(storage, self._axis, session.state(), step, check_state)
+                loaded = load_newest(self.storage, self._axis, session.state(), step, check_state)
             except RunFailed as failure:  # on all ranks alike
                 if is_first:
-                    why, place = str(failure).rpartition("\n")[2].strip(), _moved_aside(storage, step, failure)
-                    _log.warning("the best checkpoint can't be used: %s; it is renamed to %s", why, place)
+                    _log.warning("the best checkpoint can't be used, and is renamed: %s", failure)
+                    try:
+                        self.storage.move_aside(checkpoint_name(step), "broken")
+                    except OSError:
+                        raise failure from None
                 self._axis.barrier()
                 continue
             assert loaded is not None, "a checkpoint of a given step exists, or RunFailed is raised"
@@ -364,19 +341,8 @@ class Checkpoints(VoteParticipant):
             return
 
 
-def _moved_aside(storage: Storage, step: int, failure: RunFailed) -> str:
-    try:
-        return storage.move_aside(checkpoint_name(step), "broken")
-    except OSError:
-        raise failure from None
-
-
 def checkpoints_in(
-    session: Session,
-    place: str | os.PathLike[str] | ObjectStore,
-    *,
-    fresh: bool = False,
-    accept_changes: bool = False,
+    session: Session, place: str | os.PathLike[str] | ObjectStore, *, fresh: bool = False, accept_changes: bool = False
 ) -> Checkpoints:
     """Return the checkpoints of a session under a custom loop; see `Session.checkpoints`."""
     section = components_of(session).config.checkpoint

@@ -1,13 +1,14 @@
-"""The parts of a session: components built from a config, participants in its votes, its state after a failure."""
+"""The parts of a session: components built from a config, the saves of a run, its state after a failure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import RunFailed
+from lockstep.core.formatting import listed
 from lockstep.distributed import generators
 
 if TYPE_CHECKING:
@@ -15,17 +16,17 @@ if TYPE_CHECKING:
 
     from lockstep.config.schema import Config
     from lockstep.core.protocols import Engine, EvaluatedObjective, Source
+    from lockstep.core.records import SaveReport
     from lockstep.data.loader import TrainingLoader
     from lockstep.distributed.consensus import Consensus
     from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
+    from lockstep.distributed.rng import KeyedDraws
     from lockstep.models.model_tensors import ModelTensors
     from lockstep.optim.precision import LossScaler
     from lockstep.plan.plan import Plan
     from lockstep.sharding.buffers import BufferSnapshot
     from lockstep.sharding.context import Sharding
-    from lockstep.training.checkpoints import Checkpoints
-    from lockstep.training.evaluate import Evaluator
     from lockstep.training.readback import Readback
 
 Rate = Callable[[float, int, int | None], float]
@@ -33,10 +34,7 @@ Rate = Callable[[float, int, int | None], float]
 
 
 class Purpose(Enum):
-    """The purpose of a session.
-
-    Where other weights follow, the model's initial values aren't drawn, unless a check needs them.
-    """
+    """Purpose of a session. If other weights follow, initial values are drawn only if a check needs them."""
 
     TRAIN = "train from initial values"
     RESUME = "train from a checkpoint"
@@ -49,9 +47,9 @@ class Components:
 
     Attributes:
         tensors: names and shapes of the whole model's tensors.
+        evaluation, evaluation_size: sets by name, in the order of the config; samples per forward of a rank.
         coupled: why the loss of a batch is not a sum over its samples; None if it is.
-        flops_per_token: of the whole model; None if unknown.
-        open_checkpoints: opens those of a session under a custom loop; see `Session.checkpoints`.
+        open_checkpoints: see `Session.checkpoints`.
         draw: sets the parameters to their initial values, if that was left to a checkpoint; no collective.
     """
 
@@ -65,19 +63,34 @@ class Components:
     engine: Engine
     loader: TrainingLoader
     source: Source
-    evaluator: Evaluator
+    evaluation: Mapping[str, Source]
+    evaluation_size: int
+    draws: KeyedDraws
     consensus: Consensus
     readback: Readback
     scaler: LossScaler
     rate: Rate
     coupled: str | None
     flops_per_token: float | None
-    open_checkpoints: Callable[..., Checkpoints]
-    draw: Callable[[], None] = lambda: None
+    open_checkpoints: Callable[..., Saves]
+    draw: Callable[[], None]
 
 
-class VoteParticipant:
-    """Takes part in each vote, and reads parameters and optimizer state between updates; this one does nothing."""
+class Saves:
+    """The saves of a run, as its session sees them; this one saves nothing. `Checkpoints` does.
+
+    Attributes:
+        resumed_from: the step that this attempt resumed from; None: it started from the beginning.
+    """
+
+    resumed_from: int | None = None
+
+    def save(self) -> None:
+        """Start a save of the session as it is, in the background."""
+
+    def finish(self) -> list[SaveReport]:
+        """Wait for the current save; return the saves that have ended since the last call, on all ranks."""
+        return []
 
     def status(self) -> tuple[int, int]:
         """Return what this rank adds to the vote: finished saves, and how many of them failed."""
@@ -94,7 +107,7 @@ class VoteParticipant:
         return None
 
     def close(self) -> None:
-        """Wait for what this rank still saves, and give up the place of the checkpoints."""
+        """Wait for what this rank still saves, and unlock the place of the checkpoints."""
 
     def rescue(self, error: BaseException) -> str | None:
         """Save the state of a run that `error` ends, if possible; return what to report, None if nothing."""
@@ -123,12 +136,12 @@ class FailureState:
             self.buffers.take()
         self.accumulating = True
 
-    def refuse_half_update(self, saves: VoteParticipant) -> None:
+    def refuse_half_update(self, saves: Saves) -> None:
         """Raise RunFailed if an update has begun to change parameters and optimizer state, and was interrupted."""
         if self.updating:
-            step, again = saves.resumes_from(), "leave the session and open it again"
-            then = f"{again}: it resumes from step {step:,}" if step is not None else f"{again}, to start over"
-            raise RunFailed(f"an update was interrupted in its middle; {then}")
+            step = saves.resumes_from()
+            then = "to start over" if step is None else f"to resume from step {step:,}"
+            raise RunFailed(f"an update was interrupted in its middle; leave the session and open it again, {then}")
 
     def discard_attempt(self, sharding: Sharding, rate: Callable[[], float]) -> None:
         """Undo what an unfinished attempt at an update has changed in gradients and buffers, if there is one."""
@@ -136,25 +149,18 @@ class FailureState:
             sharding.step.update(rate(), 1.0, False)
             self.undo_forward(sharding.state.model)
 
-    def restored(self) -> None:
-        """Continue from a whole state, which was restored."""
-        self.accumulating = self.updating = False
-
     def updated(self, keep: bool | Tensor) -> None:
-        """End an update: of one that isn't kept, restore the buffers that its forwards have changed."""
+        """End an update: if it isn't kept, restore the buffers that its forwards have changed."""
         if self.buffers is not None:
             self.buffers.put_back(unless=keep)
         self.accumulating = self.updating = False
 
     def inconsistency(self, model: nn.Module) -> str | None:
-        """Return why the state is not that after the last update, and can't be restored to it; None if it is."""
+        """Return why the state can't be restored to that after the last update; None if it is that state."""
         if self.updating:
             return "the failure came in the middle of an update"
         lost = self.undo_forward(model)
-        if lost:
-            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-            return f"the forward that failed may have changed {', '.join(lost[:3])}{more}"
-        return None
+        return f"the forward that failed may have changed {listed(lost, 3)}" if lost else None
 
     def undo_forward(self, model: nn.Module) -> list[str]:
         """Restore the buffers that forwards have changed since the last update; return what else may have changed."""

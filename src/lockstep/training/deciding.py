@@ -12,14 +12,13 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.schema import Loader
-from lockstep.data.loader import evaluation_batches
+from lockstep.data.loader import first_batch
 from lockstep.distributed.memory import rank_memory
 from lockstep.models.build import describe_model, parameter_facts
 from lockstep.plan.choosing import is_plenty
@@ -44,15 +43,8 @@ _TOKEN_BYTES = 16  # of its ids and targets
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about a run.
+    """A run, of which `auto` is to be decided; `memory` is the bytes of each rank that tensors may take."""
 
-    Attributes:
-        kind: `decide`: the choices of `auto`; `explain`: the peak, and the smallest change with which it fits.
-        memory: Bytes of each rank that tensors may take.
-        on_cpu: Whether ranks compute on the CPU.
-    """
-
-    kind: Literal["decide", "explain"]
     config: Config
     ranks: int
     memory: int
@@ -60,44 +52,27 @@ class Question:
     on_cpu: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """The predicted peak of the rank that needs most.
-
-    Attributes:
-        largest: The categories that hold most, the largest first, and their bytes.
-        remedy: The smallest change with which the run fits; empty if it fits as it is.
-    """
-
-    peak: int
-    largest: tuple[tuple[str, int], ...]
-    remedy: str
-
-
 class NoAnswer(RuntimeError):
     """The simulation can't answer; the message is the reason."""
 
 
-def ask(question: Question, seconds: float = SECONDS) -> Any:
-    """Return the answer: a `Decision` or an `Explanation`.
-
-    Raises:
-        NoAnswer: The run can't be simulated, or not in this time.
-    """
-    return ask_process(_MODULE, question, seconds)
+def ask(question: Question, seconds: float = SECONDS) -> Decision:
+    """Return the decision. Raises NoAnswer if the run can't be simulated, or not in this time."""
+    return cast("Decision", ask_process(_MODULE, question, seconds))
 
 
 def ask_process(module: str, question: object, seconds: float) -> Any:
     """Return what a module, run with a folder that has the question, writes there.
 
-    Raises:
-        NoAnswer: It writes a sentence instead, or nothing, or not in this time.
+    Raises NoAnswer if it writes a sentence instead, or nothing, or not in this time.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-estimate-") as folder:
         try:
             Path(folder, "question").write_bytes(_pickled(question))
         except Exception as error:  # an object may raise anything
-            raise NoAnswer(f"the objects of this run can't be passed to a simulation: {_line(error)}") from error
+            raise NoAnswer(
+                f"the objects of this run can't be passed to a simulation: {type(error).__name__}: {error}"
+            ) from error
         try:
             done = subprocess.run(
                 [sys.executable, "-m", module, folder],
@@ -120,10 +95,6 @@ def ask_process(module: str, question: object, seconds: float) -> Any:
     if isinstance(result, str):
         raise NoAnswer(result)
     return result
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _environment(own: Mapping[str, str]) -> dict[str, str]:
@@ -187,7 +158,7 @@ def machine_of(config: Config, world: World, given: UserObjects, source: Source,
 
 
 def _machine_ranks(world: World) -> int:
-    """Return the ranks of a machine; where machines have different numbers, the largest that divides all of them."""
+    """Return the ranks of a machine; if machines differ, the largest number that divides all of them."""
     if world.machine_ranks == world.size:
         return world.size
     return math.gcd(*cast("list[int]", world.axis.gather(world.machine_ranks)))
@@ -196,7 +167,7 @@ def _machine_ranks(world: World) -> int:
 def _decision(
     config: Config, world: World, given: UserObjects, source: Source, memory: int
 ) -> tuple[Decision | None, str]:
-    """Return the decision; or None, and why there is none, which is empty if none is needed."""
+    """Return the decision; or None, and why there is none: empty if none is needed."""
     try:
         if isinstance(given.model, nn.Module):
             facts = parameter_facts(given.model)
@@ -207,7 +178,7 @@ def _decision(
     except Exception:  # what is wrong with the model or the data is reported where they are used, on all ranks
         return None, ""
     try:
-        return ask(Question("decide", config, world.size, memory, given, on_cpu=world.device.type == "cpu")), ""
+        return ask(Question(config, world.size, memory, given, on_cpu=world.device.type == "cpu")), ""
     except NoAnswer as reason:
         return None, str(reason)
 
@@ -215,6 +186,6 @@ def _decision(
 def _sample_bytes(source: Source) -> int:
     if source.facts.tokens_per_sample is not None:
         return source.facts.tokens_per_sample * _TOKEN_BYTES
-    inputs = next(evaluation_batches(source, 1, 0, 1, Loader(), torch.device("cpu"))).inputs
+    inputs = first_batch(source, 1).inputs
     values = inputs if isinstance(inputs, tuple) else inputs.values()
     return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

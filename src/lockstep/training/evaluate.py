@@ -1,24 +1,24 @@
 """Evaluates the model on named sets: sums over all ranks, divided once. No sample counts twice.
 
-Random numbers that a forward draws are keyed by set and batch: an evaluation that is repeated, after a failure or on
-the weights that the run has left, has the same metrics. Registered generators have a state instead, which is restored
-if the evaluation doesn't end; so are buffers, which a forward may change in evaluation mode, too.
+Random numbers of a forward are keyed by set and batch, so that a repeated evaluation has the same metrics. If an
+evaluation doesn't end, registered generators and buffers are restored.
 
-A rank that is asked to stop need not wait for the end: about twice a second all ranks ask each other, before the same
-batch, whether one of them is, and then leave the evaluation together.
+So that a stop need not wait for the end, all ranks ask each other about twice a second, before the same batch, whether
+one of them was asked to stop.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
 
+from lockstep.core import heartbeat
+from lockstep.core.errors import UnusableSamples
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.records import EvaluationReport
 from lockstep.data.loader import evaluation_batches
@@ -27,16 +27,11 @@ from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor.metric_log import MetricLog, recording
 from lockstep.plan.batch import micro_ranges
 from lockstep.sharding.buffers import BufferSnapshot
-from lockstep.training.sources import evaluation_named
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Loader
-    from lockstep.core.protocols import Axis, Engine, EvaluatedObjective, Source
+    from lockstep.core.protocols import Axis
     from lockstep.core.records import Batch
-    from lockstep.distributed.mesh_position import MeshPosition
-    from lockstep.distributed.process_group import World
-    from lockstep.distributed.rng import KeyedDraws
-    from lockstep.sharding.context import Sharding
+    from lockstep.training.components import Components
 
 
 _VOTE_S = 0.5  # between two votes
@@ -47,117 +42,86 @@ class EvaluationStopped(Exception):
     """A rank was asked to stop, and all have left the evaluation before the same batch."""
 
 
-class StopVote:
-    """The votes of an evaluation's ranks on whether to leave it.
+def stoppable(batches: Iterable[Batch], stops: Callable[[], bool], axis: Axis) -> Iterator[Batch]:
+    """Yield the batches, as many on all ranks. Raises EvaluationStopped before the same one if a rank was to stop.
 
     Args:
         stops: Returns whether this rank was asked to stop.
-        axis: All ranks; each has as many batches.
     """
-
-    def __init__(self, stops: Callable[[], bool], axis: Axis) -> None:
-        self._stops = stops
-        self._axis = axis
-        self._batches = self._voted_at = self._next = 0
-        self._voted = time.monotonic()
-
-    def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches. Raises EvaluationStopped before the same one on all ranks."""
-        for batch in batches:
-            if self._batches == self._next:
-                self._vote()
-            self._batches += 1
-            yield batch
-
-    def _vote(self) -> None:
-        now, since = time.monotonic(), self._batches - self._voted_at
-        own = torch.tensor([float(self._stops()), now - self._voted], dtype=torch.float64)
-        stops, seconds = self._axis.sum(own).tolist()
-        if stops:
-            raise EvaluationStopped
-        mean = seconds / self._axis.size / since if since else _VOTE_S
-        self._voted, self._voted_at = now, self._batches
-        self._next = self._batches + max(1, int(_VOTE_S / max(mean, _LEAST_S)))
+    voted_at = following = 0
+    voted = time.monotonic()
+    for number, batch in enumerate(batches):
+        if number == following:
+            now, since = time.monotonic(), number - voted_at
+            own = torch.tensor([float(stops()), now - voted], dtype=torch.float64)
+            stopped, seconds = axis.sum(own).tolist()
+            if stopped:
+                raise EvaluationStopped
+            mean = seconds / axis.size / since if since else _VOTE_S
+            voted, voted_at = now, number
+            following = number + max(1, int(_VOTE_S / max(mean, _LEAST_S)))
+        yield batch
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluator:
-    """Evaluates a session's model.
-
-    Attributes:
-        sources: evaluation sets by name, in the order of the config.
-        micro_size: samples per forward of a rank.
-    """
-
-    engine: Engine
-    sharding: Sharding
-    objective: EvaluatedObjective
-    sources: Mapping[str, Source]
-    micro_size: int
-    loader: Loader
-    place: MeshPosition
-    world: World
-    draws: KeyedDraws
-
-    def evaluate(self, step: int, stops: Callable[[], bool] | None = None) -> list[EvaluationReport]:
-        """Return a report for each set after update `step`; the same reports on every rank.
-
-        Args:
-            stops: Returns whether this rank was asked to stop; None: the evaluation isn't to be left.
-
-        Raises:
-            EvaluationStopped: On all ranks, because one was asked to stop.
-        """
-        self.sharding.state.synchronize()
-        vote = StopVote(stops, self.world.axis) if stops is not None else None
-        before, buffers = generators.states(self.world.rank), BufferSnapshot(self.sharding.state.model)
-        buffers.take()
-        try:
-            return [self._evaluate_on(name, source, step, vote) for name, source in self.sources.items()]
-        except BaseException:
-            with suppress(RuntimeError):  # a device that has failed has no state to save
-                generators.put(before, self.world.rank)  # the state may be saved, and the evaluation made again
-                buffers.put_back()
-            raise
-
-    def _evaluate_on(self, name: str, source: Source, step: int, vote: StopVote | None) -> EvaluationReport:
-        began, place, device = time.perf_counter(), self.place, self.world.device
-        batches = evaluation_batches(source, self.micro_size, place.share, place.shares, self.loader, device)
-        try:
-            with (
-                evaluation_named(name),
-                recording(MetricLog()),
-            ):  # what user code logs here is not part of the training's curves
-                voted = batches if vote is None else vote.over(batches)
-                local_sums = self.engine.evaluate(self._keyed(voted, name, source))
-        except EvaluationStopped:
-            raise
-        except Exception as error:
-            note_location(error, "evaluation", f"in the evaluation on {name}")
-            raise
-        names = sorted(local_sums)
-        stacked = torch.stack([local_sums[key].to(device) for key in names])
-        total = self.world.axis.sum(stacked if place.reports_metrics else torch.zeros_like(stacked)).tolist()
-        sums = dict(zip(names, total, strict=True))
-        loss_sum, count = sums.pop("loss_sum"), sums.pop("count")
-        metrics = _metrics(self.objective, name, loss_sum, count, sums)
-        return EvaluationReport(name, step, metrics, source.facts.samples, time.perf_counter() - began)
-
-    def _keyed(self, batches: Iterable[Batch], name: str, source: Source) -> Iterator[Batch]:
-        """Yield the batches, each after the generators are set for its forward."""
-        place = self.place
-        ranges = micro_ranges(source.facts.samples, self.micro_size, place.share, place.shares)
-        for batch, (first, _) in zip(batches, ranges, strict=True):
-            self.draws.set_for_evaluation(name, first, place.coordinates["pipeline"])
-            yield batch
-
-
-def _metrics(
-    objective: EvaluatedObjective, name: str, loss_sum: float, count: float, sums: Mapping[str, float]
-) -> dict[str, float]:
-    """Return the metrics; if a user's objective raises, on all ranks alike, only the loss."""
+@contextmanager
+def evaluation_named(name: str) -> Iterator[None]:
+    """Have errors about samples that are read in the block, and the launcher's messages, name the evaluation set."""
+    heartbeat.own().begin_evaluation(name)
     try:
-        return {metric: float(value) for metric, value in objective.metrics(loss_sum, count, sums).items()}
+        yield
+    except UnusableSamples as error:
+        text = f"data.evaluation.{name}: {error}. Mend it, or remove it from the set (data.bad_samples is for training)"
+        raise UnusableSamples(text, error.samples, name) from error.__cause__
+
+
+def evaluate(components: Components, step: int, stops: Callable[[], bool] | None = None) -> list[EvaluationReport]:
+    """Return a report for each set after update `step`; the same reports on every rank.
+
+    Args:
+        stops: Returns whether this rank was asked to stop, upon which all raise EvaluationStopped; None: never.
+    """
+    components.sharding.state.synchronize()
+    rank = components.world.rank
+    before, buffers = generators.states(rank), BufferSnapshot(components.sharding.state.model)
+    buffers.take()
+    try:
+        return [_evaluate_on(components, name, step, stops) for name in components.evaluation]
+    except BaseException:
+        with suppress(RuntimeError):  # a device that has failed has no state to save
+            generators.put(before, rank)  # the state may be saved, and the evaluation made again
+            buffers.put_back()
+        raise
+
+
+def _evaluate_on(components: Components, name: str, step: int, stops: Callable[[], bool] | None) -> EvaluationReport:
+    began, world, place = time.perf_counter(), components.world, components.position
+    source, size, loader = components.evaluation[name], components.evaluation_size, components.config.data.loader
+    batches = evaluation_batches(source, size, place.share, place.shares, loader, world.device)
+    ranges = micro_ranges(source.facts.samples, size, place.share, place.shares)
+
+    def keyed() -> Iterator[Batch]:
+        voted = batches if stops is None else stoppable(batches, stops, world.axis)
+        for batch, (first, _) in zip(voted, ranges, strict=True):
+            components.draws.set_for_evaluation(name, first, place.coordinates["pipeline"])
+            yield batch
+
+    try:
+        with evaluation_named(name), recording(MetricLog()):  # what user code logs here is not of the training
+            local_sums = components.engine.evaluate(keyed())
+    except EvaluationStopped:
+        raise
     except Exception as error:
-        print_once(f"lockstep: metrics of {name} can't be computed, but for the loss: {type(error).__name__}: {error}")
-        return {"loss": loss_sum / count if count else math.nan}
+        note_location(error, "evaluation", f"in the evaluation on {name}")
+        raise
+    names = sorted(local_sums)
+    stacked = torch.stack([local_sums[key].to(world.device) for key in names])
+    total = world.axis.sum(stacked if place.reports_metrics else torch.zeros_like(stacked)).tolist()
+    sums = dict(zip(names, total, strict=True))
+    loss_sum, count = sums.pop("loss_sum"), sums.pop("count")
+    try:
+        values = components.objective.metrics(loss_sum, count, sums).items()
+        metrics = {metric: float(value) for metric, value in values}
+    except Exception as error:  # a user's objective raises, on all ranks alike
+        print_once(f"lockstep: only the loss of {name} can be computed: {type(error).__name__}: {error}")
+        metrics = {"loss": loss_sum / count if count else math.nan}
+    return EvaluationReport(name, step, metrics, source.facts.samples, time.perf_counter() - began)

@@ -1,66 +1,61 @@
 """The evaluations of a run: which one is due, and what their metrics decide.
 
-update 6 --> the interval is over? a clock has requested it? --> due --> evaluated --> best so far? early stopping?
-                                                                  |
-             a state that is saved from here on has `evaluation_due`: the run that resumes begins with the evaluation
+    update 6 --> the interval is over? a clock has requested it? --> due --> evaluated --> best so far? early stopping?
 
-Every rank has the same metrics, so every rank decides the same. What a checkpoint keeps of this is asked for when it
-is saved, for whatever reason that is.
+A state saved while one is due has `evaluation_due`: the run that resumes begins with it. Metrics are the same on every
+rank, so every rank decides the same.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core import formatting
-from lockstep.core.closest import closest_match
+from lockstep.core.closest import did_you_mean
 from lockstep.core.directions import best_of, improvement_of, is_better
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import EvaluationReport, Request, StepReport
 from lockstep.monitor.jsonl import finite
 from lockstep.training.requests import Trigger
-from lockstep.training.resuming import EarlyStoppingState, refuse_unknown_metric
 from lockstep.training.session import Session, components_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
     from lockstep.config.schema import EarlyStoppingConfig
-    from lockstep.core.records import EvaluationReport
+
+
+@dataclass(slots=True)
+class EarlyStoppingState:
+    """The best value so far (None: none was finite), the step of its evaluation, and evaluations since then."""
+
+    metric: str
+    best: float | None = None
+    step: int = 0
+    waited: int = 0
 
 
 class EarlyStopping:
-    """Counts the evaluations since the best one.
-
-    Args:
-        section: None: the run never ends early.
-    """
+    """Counts the evaluations since the best one; without a config section, the run never ends early."""
 
     def __init__(self, section: EarlyStoppingConfig | None) -> None:
         self.section = section
-        self._state = EarlyStoppingState(metric=section.metric if section is not None else "")
+        self._state = EarlyStoppingState(section.metric if section is not None else "")
 
-    def see(self, evaluations: Iterable[EvaluationReport]) -> None:
-        """Take the reports of an evaluation, if there was one. Raises ConfigError if it doesn't have the metric."""
-        section, state = self.section, self._state
-        if section is None:
+    def see(self, evaluations: Sequence[EvaluationReport]) -> None:
+        """Take the reports of an evaluation. Raises ConfigError if its set has no such metric."""
+        section, state, metrics = self.section, self._state, _metrics(evaluations)
+        if section is None or not any(section.metric.startswith(f"{report.name}.") for report in evaluations):
             return
-        named = [report for report in evaluations if section.metric.startswith(f"{report.name}.")]
-        if not named:
-            return
-        report = max(named, key=lambda report: len(report.name))
-        metric = section.metric.removeprefix(f"{report.name}.")
-        if metric not in report.metrics:
-            known = [f"{report.name}.{name}" for name in report.metrics]
-            near = closest_match(section.metric, known)
-            hint = f"did you mean {near}?" if near else f"it has {', '.join(known)}"
-            text = f"the evaluation has no {section.metric}; {hint}"
+        if section.metric not in metrics:
+            text = f"the evaluation has no {section.metric}; {did_you_mean(section.metric, metrics)}"
             raise ConfigError(Problem("", "monitor.early_stopping.metric", text))
-        value = report.metrics[metric]
-        if self._improves(value):
-            state.best, state.step, state.waited = value, report.step, 0
+        value = metrics[section.metric]
+        if self._improves(section, value):
+            state.best, state.step, state.waited = value, evaluations[0].step, 0
         else:
             state.waited += 1
 
@@ -71,43 +66,44 @@ class EarlyStopping:
         if section is None or state.waited < section.patience:
             return None
         least = f" by more than {section.min_delta:g}" if section.min_delta else ""
-        evaluations = "evaluation" if state.waited == 1 else "evaluations"
-        best = "it was never finite" if state.best is None else f"the best is {formatting.value(state.best)}"
-        at = "" if state.best is None else f" at step {state.step:,}"
-        return f"{section.metric} has not improved{least} in {state.waited} {evaluations}; {best}{at}"
+        best = f"the best is {formatting.value(state.best)} at step {state.step:,}" if state.best is not None else ""
+        waited = formatting.counted(state.waited, "evaluation")
+        return f"{section.metric} has not improved{least} in {waited}; {best or 'it was never finite'}"
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        return {} if self.section is None else {"early_stopping": self._state.model_dump()}
+        return {} if self.section is None else {"early_stopping": asdict(self._state)}
 
     def restore(self, state: dict[str, Any] | None) -> list[str]:
         """Continue from a checkpoint's state, unless it is about another metric; return notes for the user."""
         if self.section is not None and state is not None and state["metric"] == self.section.metric:
-            self._state = EarlyStoppingState.model_validate(state)
-        if self.reason is None or self.section is None:
+            self._state = EarlyStoppingState(**state)
+        if self.reason is None:
             return []
         return [
-            f"monitor.early_stopping ends the run at once: {self.reason}; to train it further, set "
-            f"monitor.early_stopping.patience above {self._state.waited} (it is {self.section.patience}) or "
-            "monitor.early_stopping to null; --fresh starts over"
+            f"monitor.early_stopping ends the run at once: {self.reason}; to train it further, raise "
+            f"monitor.early_stopping.patience above {self._state.waited}, or set monitor.early_stopping to null"
         ]
 
-    def _improves(self, value: float) -> bool:
-        section, best = self.section, self._state.best
-        assert section is not None
-        if not math.isfinite(value):
-            return False
-        if best is None:
-            return True
+    def _improves(self, section: EarlyStoppingConfig, value: float) -> bool:
+        best = self._state.best
+        if best is None or not math.isfinite(value):
+            return math.isfinite(value)
         direction = improvement_of(section.metric, section.mode)
         return is_better(value, best, direction) and abs(value - best) > section.min_delta
+
+
+class _AllSums(defaultdict[str, float]):
+    """Sums that have every name: which ones an objective will have is known when it has evaluated."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
 
 
 class Evaluations:
     """The evaluations of one run, on one rank; all ranks call the same methods at the same updates.
 
     Attributes:
-        early_stopping: of the run.
         reports: of the last evaluation; empty before one.
         best_at: the step with the best metric so far, in this attempt, or of the checkpoint that it has resumed from.
     """
@@ -125,30 +121,40 @@ class Evaluations:
         self.reports: tuple[EvaluationReport, ...] = ()
 
     def refuse_unknown_metrics(self) -> None:
-        """Raise ConfigError if the config names a metric that no evaluation will have, or one without a direction."""
-        components, checkpoint, stopping = components_of(self._session), self._section, self.early_stopping.section
-        refuse = partial(refuse_unknown_metric, components.objective, components.evaluator.sources)
+        """Raise ConfigError if the config names a metric that no evaluation will have, or without a direction."""
+        checkpoint, stopping = self._section, self.early_stopping.section
         if checkpoint.best is not None:
-            refuse("checkpoint.best", checkpoint.best)
+            self._refuse_unknown_metric("checkpoint.best", checkpoint.best)
             best_of(checkpoint.best, checkpoint.best_is)
         if stopping is not None:
-            refuse("monitor.early_stopping.metric", stopping.metric)
+            self._refuse_unknown_metric("monitor.early_stopping.metric", stopping.metric)
             improvement_of(stopping.metric, stopping.mode)
+
+    def _refuse_unknown_metric(self, key: str, name: str) -> None:
+        components = components_of(self._session)
+        try:
+            metrics = list(components.objective.metrics(1.0, 1.0, _AllSums(lambda: 1.0)))
+        except Exception:  # a user's objective may need more than these values
+            return
+        known = [f"{evaluation}.{metric}" for evaluation in components.evaluation for metric in metrics]
+        if name not in known:
+            raise ConfigError(Problem("", key, f"no evaluation will have {name}; {did_you_mean(name, known)}"))
 
     def restore(self, manifest: Manifest) -> list[str]:
         """Continue from a checkpoint; return notes for the user. Its best value counts if it is of the same metric."""
-        if _metric_of(manifest) == self._section.best:
+        section = manifest.config.get("checkpoint")
+        if isinstance(section, Mapping) and section.get("best") == self._section.best:
             self._best = manifest.state.get("best")
         self._is_requested = manifest.state.get("evaluation_due", False)
-        self.reports = _reports_in(manifest, list(components_of(self._session).evaluator.sources))
+        self.reports = _reports_in(manifest, list(components_of(self._session).evaluation))
         if self._best is not None and manifest.metrics.get(self._section.best or "") == self._best:
             self.best_at = manifest.step
         return self.early_stopping.restore(manifest.state.get("early_stopping"))
 
     def schedule(self) -> None:
-        """Let `evaluation.every` decide from now on which one is due; a custom loop decides itself."""
+        """Let `evaluation.every` decide from now on; in a custom loop, the loop decides."""
         components = components_of(self._session)
-        every = components.config.evaluation.every if components.evaluator.sources else None
+        every = components.config.evaluation.every if components.evaluation else None
         self._trigger = Trigger(every, Request.EVALUATE, components.plan.epoch_samples, components.world.rank)
         self._last = self._session.progress
 
@@ -184,11 +190,7 @@ class Evaluations:
         return self.best_at == self._session.progress.steps
 
     def take(self, reports: Sequence[EvaluationReport], *, at_end: bool = False) -> None:
-        """Take the reports of the evaluation after the last update.
-
-        Args:
-            at_end: It wasn't due, but the run's last one, which doesn't count for early stopping.
-        """
+        """Take the reports of the evaluation after the last update; at the run's end it stops nothing early."""
         if not at_end:
             self.early_stopping.see(reports)
         self.reports = tuple(reports)
@@ -215,13 +217,7 @@ class Evaluations:
             self._best, self.best_at = metric, self._session.progress.steps
 
 
-def _metric_of(manifest: Manifest) -> object:
-    """Return the name of the metric of which a checkpoint has the best value; None: it has none."""
-    section = manifest.config.get("checkpoint")
-    return section.get("best") if isinstance(section, Mapping) else None
-
-
-def _metrics(reports: Sequence[EvaluationReport]) -> dict[str, float]:
+def _metrics(reports: Iterable[EvaluationReport]) -> dict[str, float]:
     return {f"{report.name}.{name}": value for report in reports for name, value in report.metrics.items()}
 
 

@@ -59,10 +59,10 @@ def evaluate_run(
 
 
 def _evaluation_config(config: Config) -> Config:
-    """Return the config without what an evaluation doesn't need.
+    """Return the config without what an evaluation doesn't need, such as objects that were passed in Python.
 
     The weights that a run left are whole: nothing partitions the model, and DeepSpeed shards it only together with its
-    optimizer. Optimizer, schedule and training set may be objects that were passed in Python, and are absent here.
+    optimizer.
     """
     name = config.parallel.strategy
     strategy = AUTO if name != AUTO and find_strategy(name).needs_optimizer else name
@@ -104,19 +104,17 @@ def generate_text(
     trust_remote_code: bool,
     trust_run: bool,
 ) -> str:
-    """Return the continuation of a prompt by the language model that a run left.
+    """Return the continuation of a prompt by the language model that a run left, of at most `tokens` new tokens.
 
     Args:
-        tokens: Maximum number of new tokens.
         temperature: Temperature of the softmax; 0 takes the likeliest token.
         top_k: Number of the likeliest tokens to sample from; None: all.
-        seed: Seed of the samples.
     """
     import torch
 
     from lockstep.models.build import build_meta_model
     from lockstep.models.generation import generate
-    from lockstep.training.text import codec_of, context_of
+    from lockstep.training.text import DEFAULT_CONTEXT, codec_of
 
     config = to_rebuild(loaded_config(run), trusted=trust_run)
     given = UserObjects(trust_remote_code=trust_remote_code)
@@ -134,7 +132,7 @@ def generate_text(
         temperature=temperature,
         top_k=top_k,
         seed=seed,
-        context=context_of(facts),
+        context=facts.tokens_per_sample or DEFAULT_CONTEXT,
         end=codec.end,
     )
     return codec.decode(made)

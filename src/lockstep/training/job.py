@@ -20,9 +20,9 @@ from typing import Any
 from lockstep.config.schema import Config
 from lockstep.config.trust import recorded, unremembered
 from lockstep.core import heartbeat
-from lockstep.core.errors import Failure, OutOfMemory, RunFailed
+from lockstep.core.errors import Failure, RunFailed
 from lockstep.core.out_of_memory import out_of_memory_cause
-from lockstep.core.ranks import names_a_rank, started_by_lockstep
+from lockstep.core.ranks import names_a_rank
 from lockstep.core.records import RestartReport, RunInfo
 from lockstep.core.terminal import echo
 from lockstep.distributed.collectives import from_first_rank
@@ -43,19 +43,19 @@ from lockstep.resilience.memory_faults import Trained
 from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
 from lockstep.training.assemble import assemble
-from lockstep.training.attempt import NO_ATTEMPTS, EarlierAttempts, record_attempt, run_info
-from lockstep.training.bad_updates import Rollback, leave_out_windows, report_rollbacks, rollbacks_of
+from lockstep.training.attempt import EarlierAttempts, record_attempt, run_info
 from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
 from lockstep.training.locations import storage_of
 from lockstep.training.memory_snapshots import snapshots_in
 from lockstep.training.monitoring import Meters, UserLogs, make_monitors, refuse_missing_packages, started
-from lockstep.training.out_of_memory import explain, factors_of, with_prediction
+from lockstep.training.out_of_memory import explain, factors_of
 from lockstep.training.ownership import has_begun, keep_folder, kept_folder, mark_begun, resumed, run_folder_for
 from lockstep.training.publishing import publish, write_report
 from lockstep.training.resuming import Resume, a_checkpoint_follows
+from lockstep.training.rollbacks import Rollback, leave_out_windows, report_rollbacks, rollbacks_of
 from lockstep.training.run import Results, SaveFailed, run
-from lockstep.training.session import Session, components_of, ledger_of, left_out_of
+from lockstep.training.session import Session, components_of, ledger_of
 from lockstep.training.text import codec_of, sample
 from lockstep.training.user_objects import UserObjects, transform_names
 
@@ -67,9 +67,8 @@ class Job:
     Attributes:
         recipe: what the run is called.
         folder: of the run; None: the first rank makes one.
-        given: objects that were passed in Python.
         memory: the launcher's folder in memory; None: there is none.
-        again: whether the launcher starts the ranks of a run again that has begun.
+        again: whether the launcher restarts the ranks of a run.
     """
 
     config: Config
@@ -83,12 +82,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A finished run.
-
-    Attributes:
-        summary: as in RUN/summary.json; the same on every rank.
-        folder: of the run.
-    """
+    """A finished run: its summary, as in RUN/summary.json and the same on every rank, and its folder."""
 
     summary: dict[str, Any]
     folder: Path
@@ -107,20 +101,18 @@ def run_job(job: Job) -> Finished:
         job = replace(job, resume=resumed(job.resume, world))
         is_first = world.rank == 0
         continues = is_first and not job.resume.fresh and job.resume.origin is None
-        earlier = EarlierAttempts.of(folder) if continues else NO_ATTEMPTS
+        earlier = EarlierAttempts.of(folder) if continues else EarlierAttempts()
         checkpoints, notes, rollbacks = _begin(job, session, folder)
         components = components_of(session)
         profiler = Profiler(config.profile, components.world, folder)
-        notes += profiler.notes
-        if late := profiler.begins_after(components.plan.steps):
-            notes.append(late)
+        notes += [*profiler.notes, *filter(None, [profiler.begins_after(components.plan.steps)])]
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         if again:  # the first start has printed the others
             facts = replace(facts, again=True, notes=tuple(notes))
         checkpoints.snapshots.begin_attempt(record_attempt(session, folder, earlier, facts, job.memory))
         plant(components.world, session.progress.steps, trained_in=partial(trained_in, session))
         meters = Meters(session, folder)
-        monitors = make_monitors(job, folder, checkpoints, meters) if is_first else Monitors()
+        monitors = make_monitors(config, job.recipe, job.given, folder, checkpoints, meters) if is_first else Monitors()
         own_folder = partial(_own_folder, folder, lock_holder(folder))
         with closing(checkpoints.history) if checkpoints.history is not None else nullcontext():
             with metric_log.recording(MetricLog()) as log, started(monitors, facts), meters.measuring():
@@ -147,13 +139,13 @@ def run_job(job: Job) -> Finished:
 
 
 def trained_in(session: Session) -> Trained:
-    """Return the model and the data of a session, in which `lockstep chaos` plants faults."""
+    """Return what `lockstep chaos` plants faults in."""
     components = components_of(session)
     model = components.sharding.state.model
     return Trained(
         model,
         components.sharding.step,
-        (components.evaluator.micro_size, components.plan.batch.micro_size).__getitem__,
+        (components.evaluation_size, components.plan.batch.micro_size).__getitem__,
         components.loader.positions_of,
         getattr(components.engine, "first_module", model),
     )
@@ -185,11 +177,7 @@ def _purpose(job: Job, world: World) -> Purpose:
 def opened(
     config: Config, given: UserObjects, purpose: Purpose = Purpose.TRAIN, job: Job | None = None
 ) -> Iterator[Session]:
-    """Open a session on this rank, of a job, if any, among the ranks that the environment names; see `assemble`.
-
-    Args:
-        purpose: of a session without a job.
-    """
+    """Open a session on this rank among those that the environment names; `purpose` is of one without a job."""
     prefix_warnings()
     grouped = names_a_rank(os.environ) or uses_ranks(config.parallel.strategy)
     folder = config.run.folder if job is None or job.folder is None else job.folder
@@ -212,8 +200,6 @@ def opened(
             failure = explain(error, factors_of(config, world.size, session), world.device)
             if failure is None:
                 raise
-            if failure.advice and world.size == 1 and not started_by_lockstep(os.environ):  # a launcher does it itself
-                failure = OutOfMemory(with_prediction(str(failure), failure.advice, config, 1, given))
             raise failure from error
         finally:
             if session is not None:
@@ -221,7 +207,7 @@ def opened(
 
 
 def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[str], list[Rollback]]:
-    """Start or resume from a checkpoint; in either case the folder then has the history of one run, up to here."""
+    """Start or resume from a checkpoint; the folder then has the history of one run, up to here."""
     components = components_of(session)
     is_first = components.world.rank == 0
     environment: dict[str, Any] = {"recipe": job.recipe, **describe(job.config.launch.environment)} if is_first else {}
@@ -234,7 +220,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
     notes = [f"transforms of the model: {', '.join(transforms)}"] if transforms else []
     if callable(getattr(components.sharding.state.model, "configure_optimizers", None)) and job.given.optimizer is None:
         notes.append(f"configure_optimizers isn't called; optim.name: {job.config.optim.name}, or pass optimizer=...")
-    of_rollbacks = leave_out_windows(rollbacks, components, left_out_of(session))
+    of_rollbacks = leave_out_windows(rollbacks, components, session.left_out)
     notes += [*checkpoints.begin(resume), *of_rollbacks]
     if checkpoints.resumed_from is None:
         components.draw()
@@ -284,10 +270,7 @@ def _run_folder(job: Job, world: World) -> Iterator[Path]:
 
 @contextmanager
 def _logged_tracebacks(job: Job, session: Session) -> Iterator[Path]:
-    """Yield the run's folder; write the traceback behind a failure's message to the rank's log there.
-
-    Lockstep's launcher does that itself, and a single process prints its traceback: this is for other launchers.
-    """
+    """Yield the run's folder; under another launcher, write the traceback behind a failure to the rank's log there."""
     world = components_of(session).world
     with _run_folder(job, world) as folder:
         try:
@@ -311,7 +294,7 @@ def _own_folder(folder: Path, holder: bytes | None) -> Path:
 def _publish_results(
     session: Session, checkpoints: Checkpoints, facts: RunInfo, results: Results, own_folder: Callable[[], Path]
 ) -> dict[str, Any]:
-    """Write weights and summary to the run's folder; the summary, written last, marks the run as finished."""
+    """Write weights and summary to the run's folder; the summary, last, marks the run as finished."""
     components = components_of(session)
     summary = summarize(facts, results.progress, results.last, results.evaluations, results.seconds)
     if results.stopped_early is not None:
@@ -333,7 +316,7 @@ def _publish_results(
 
 
 class _OnStandardError(logging.Handler):
-    """Prints what Python would print without a prefix: a handler of the program's own has the record instead."""
+    """Prints warnings with a prefix, unless the program has a handler of its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -341,7 +324,7 @@ class _OnStandardError(logging.Handler):
 
 
 def prefix_warnings() -> None:
-    """Print warnings as all other messages, also in the processes that this one forks."""
+    """Print warnings as all other messages."""
     logger = logging.getLogger("lockstep")
     if not any(isinstance(handler, _OnStandardError) for handler in logger.handlers):
         logger.addHandler(_OnStandardError(logging.WARNING))

@@ -3,8 +3,8 @@
 attempt 1, 2 ranks    [0 ............ 4,096)    digest     a checkpoint's ledger covers the updates that led to its
 attempt 2, 4 ranks    [4,096 ........ 9,216)    digest     weights; updates that were lost are not in it
 
-Positions and digests are recorded as updates are made; the ranks add up the digests in their votes. `audit`
-recomputes the digests from the recorded order, without the data, to prove that no sample is missing or repeated.
+The ranks add up the digests in their votes. `audit` recomputes them from the recorded order, without the data, to prove
+that no sample is missing or repeated.
 """
 
 from __future__ import annotations
@@ -30,13 +30,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class OrderFacts:
-    """The mapping of positions in a run to samples.
-
-    Attributes:
-        samples: size of the dataset.
-        epoch_samples: samples that an epoch uses.
-        fingerprint: of the dataset.
-    """
+    """The mapping of positions in a run to samples."""
 
     seed: int
     shuffle: bool
@@ -103,12 +97,12 @@ class Ledger:
 
 
 def imported_ledger(order: OrderFacts, samples: int) -> list[dict[str, Any]]:
-    """Return the ledger of a run that another program began: it used as many samples, in an order of its own."""
+    """Return the ledger of a run that another program began, in an order of its own."""
     return [asdict(Segment(0, 0, 0, samples, 0, order))] if samples else []
 
 
 def left_out_in(state: Iterable[Mapping[str, Any]]) -> list[LeftOutSample]:
-    """Return the samples that a checkpoint lists as left out. Raises TypeError if the list isn't of that form."""
+    """Return the samples that a checkpoint lists as left out. Raises TypeError if the list is invalid."""
     return [LeftOutSample(**fields) for fields in state]
 
 
@@ -125,7 +119,7 @@ def order_of(components: Components) -> OrderFacts:
 
 
 def segments_in(state: Iterable[Mapping[str, Any]]) -> list[Segment]:
-    """Return the segments that `Ledger.state` wrote. Raises TypeError or KeyError if the state isn't a ledger's."""
+    """Return the segments that `Ledger.state` wrote. Raises TypeError or KeyError if it is invalid."""
     return [Segment(**{**segment, "order": OrderFacts(**segment["order"])}) for segment in state]
 
 
@@ -134,14 +128,10 @@ class Audit:
     """The evidence of a ledger about the samples that a run has consumed. Spans are positions, the last exclusive.
 
     Attributes:
-        samples: samples that the run has consumed, by its progress.
-        gaps: spans that no update consumed.
-        repeats: spans that more than one update consumed.
-        mismatches: segments whose samples were not those of the order.
-        segments: the segments of the ledger.
+        gaps, repeats: spans that no update, or more than one, consumed.
+        mismatches: segments with other samples than those of the order.
         expected: the digest that each segment must have.
         changes: (position, what changed there in how positions map to samples).
-        left_out: samples that were left out of their updates because they could not be used.
     """
 
     samples: int
@@ -160,13 +150,10 @@ class Audit:
 
 
 def audit(state: Mapping[str, Any], samples: int) -> Audit:
-    """Audit the state in a checkpoint's manifest.
+    """Audit the state in a checkpoint's manifest. Raises VerificationError if it has no valid ledger.
 
     Args:
         samples: samples that the run has consumed, by the manifest's progress.
-
-    Raises:
-        VerificationError: the state has no ledger, or its ledger is invalid.
     """
     segments, left_out = _segments(state), _left_out(state, samples)
     expected = tuple(
@@ -289,10 +276,7 @@ def _coverage(segments: Iterable[Segment], samples: int) -> tuple[list[Span], li
 
 
 def _epoch_shifts(segments: Sequence[Segment]) -> tuple[list[Span], list[Span]]:
-    """Return what was skipped, and what repeated, where the length of an epoch changed and nothing else did.
-
-    The same position is another one of the same order then. Spans count positions with the length before.
-    """
+    """Return what was skipped, and what repeated, where only the length of an epoch changed."""
     gaps, repeats = [], []
     for before, after in pairwise(segments):
         length = before.order.epoch_samples

@@ -1,12 +1,8 @@
 """The samples that a run leaves out, because they can't be read or collated: the same list on all ranks.
 
-update      8                  9                              10
-rank 0      fetches 9's batch  fetches 10's, lacks sample 17
-rank 1      fetches 9's batch  fetches 10's
-vote                           LEFT_OUT --> all ranks exchange which --> more than the limit? --> the run ends
+    rank 0   fetches a batch, lacks sample 17 --> vote: LEFT_OUT --> all ranks exchange which --> over the limit?
 
-A sample is listed once, with the first update that lacks it. All later epochs lack it, too, whatever reading it does by
-then, so checkpoints don't grow with the epochs.
+A sample is listed once, with the first update that lacks it; all later epochs lack it, too.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from lockstep.distributed.user_collectives import print_once
 from lockstep.training.ledger import left_out_in
 
 if TYPE_CHECKING:
-    from lockstep.core.records import GlobalBatch, StepReport
+    from lockstep.core.records import GlobalBatch
     from lockstep.data.bad_samples import SkippingSource
     from lockstep.training.components import Components, FailureState
 
@@ -54,26 +50,18 @@ class LeftOutSamples:
         self._pending += new
         return (Request.LEFT_OUT,) if new else ()
 
-    def receive(self, report: StepReport, failure_state: FailureState) -> None:
-        """Exchange what ranks leave out, if one has requested it; all ranks together.
+    def begin(self, batch: GlobalBatch, failure_state: FailureState) -> None:
+        """Exchange what ranks leave out of the first batch, for which there was no vote; all ranks together."""
+        if self._source is not None:
+            self.fetched(batch)
+            self.exchange(failure_state)
+
+    def exchange(self, failure_state: FailureState) -> None:
+        """Exchange what ranks leave out, since one has requested it; all ranks together.
 
         Raises:
             RunFailed: There are more than `data.bad_samples.limit`, or ranks with the same samples disagree.
         """
-        if Request.LEFT_OUT in report.requests:
-            self._exchange(failure_state)
-
-    def begin(self, batch: GlobalBatch, failure_state: FailureState) -> None:
-        """Exchange what ranks leave out of the first batch, for which there was no vote; all ranks together.
-
-        Raises:
-            RunFailed: As `receive`, also if the run has left out more before it was started again.
-        """
-        if self._source is not None:
-            self.fetched(batch)
-            self._exchange(failure_state)
-
-    def _exchange(self, failure_state: FailureState) -> None:
         own, self._pending = self._pending, []
         share = (self._position.share, self._position.reports_counts, own)
         shares = cast("list[_Share]", self._axis.gather(share))
@@ -87,12 +75,14 @@ class LeftOutSamples:
         for sample in _bad(new):
             if sample.index not in before:
                 before.add(sample.index)
-                number = len(before)
-                left_out = f"left out, {number} of at most {self._limit}"
-                one_more = f"it is bad sample {number}, and {_LIMIT} is {self._limit}"
-                print_once(f"lockstep: {_line(sample)}; {left_out if number <= self._limit else one_more}")
+                print_once(f"lockstep: {_line(sample)}; bad sample {len(before)}, and {_LIMIT} is {self._limit}")
         if len(before) > self._limit:
-            raise RunFailed(_over_limit(_bad(self._samples), self._limit))
+            lines = [_line(sample) for sample in {sample.index: sample for sample in _bad(self._samples)}.values()]
+            shown = "".join(f"\n  {line}" for line in lines[:_MOST_LISTED])
+            raise RunFailed(
+                f"{counted(len(before), 'sample')} of data.train can't be used, and {_LIMIT} is {self._limit}. Mend "
+                f"the data, or set a higher limit, and start the run again to resume:{shown}"
+            )
         failure_state.fails_together = knew
 
     @property
@@ -107,7 +97,7 @@ class LeftOutSamples:
         return new
 
     def state(self) -> list[dict[str, Any]]:
-        """Return the samples as plain JSON, also those of updates that are not finished."""
+        """Return the samples as plain JSON."""
         return [asdict(sample) for sample in self._samples]
 
     def restore(self, state: Iterable[Mapping[str, Any]], consumed: int) -> None:
@@ -149,17 +139,6 @@ def _line(sample: LeftOutSample) -> str:
     return f"sample {sample.index} of data.train can't be used: {sample.reason}"
 
 
-def _over_limit(samples: Sequence[LeftOutSample], limit: int) -> str:
-    by_index = {sample.index: sample for sample in samples}
-    lines = [f"  {_line(sample)}" for sample in list(by_index.values())[:_MOST_LISTED]]
-    more = [f"  and {len(by_index) - _MOST_LISTED} more"] if len(by_index) > _MOST_LISTED else []
-    head = (
-        f"{counted(len(by_index), 'sample')} of data.train can't be used, and {_LIMIT} is {limit}. Mend the data, "
-        "or set a higher limit, and start the run again to resume:"
-    )
-    return "\n".join([head, *lines, *more])
-
-
 def _refuse_different(shares: Sequence[_Share]) -> None:
     """Raise RunFailed if ranks that have the same samples leave out different ones."""
     known: dict[int, tuple[int, list[int]]] = {}
@@ -168,8 +147,8 @@ def _refuse_different(shares: Sequence[_Share]) -> None:
         first, others = known.setdefault(share, (rank, indices))
         if indices != others:
             raise RunFailed(
-                f"ranks {first} and {rank} have the same samples, and one of them could not read all: {others} and "
-                f"{indices} can't be used. Their storage is unreliable: start the run again to resume"
+                f"ranks {first} and {rank} have the same samples, and can't use {others} and {indices}: their storage "
+                "is unreliable; start the run again to resume"
             )
 
 

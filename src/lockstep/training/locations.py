@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.inspection import is_checkpoint
 from lockstep.checkpoint.local import LocalStorage, repeated
+from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.objects import ObjectStorage
+from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.trust import GIVEN, id_of_run
 from lockstep.core.errors import ConfigError, Problem, RunFailed
@@ -40,8 +42,8 @@ class CheckpointLocation:
     """The checkpoints that a path refers to.
 
     Attributes:
-        run: folder of the run that they belong to; None: unknown.
-        loaded: the config of that run, not yet approved; None: unknown.
+        run: folder of the run that they belong to, if known.
+        loaded: the config of that run, not yet approved, if known.
         name: of the checkpoint that the path refers to; None: it refers to all.
     """
 
@@ -65,12 +67,7 @@ class CheckpointLocation:
 
 
 def checkpoint_folder(checkpoint: Checkpoint, run: Path) -> Path:
-    """Return the absolute folder of a run's checkpoints. Raises ConfigError if that is a file.
-
-    Args:
-        checkpoint: the config's section.
-        run: the run's folder.
-    """
+    """Return the absolute folder of a run's checkpoints. Raises ConfigError if that is a file."""
     place = Path(checkpoint.folder or run / CHECKPOINTS).absolute()
     if repeated(lambda: place.exists() and not place.is_dir(), checkpoint.retry_seconds, place):
         raise ConfigError(Problem("", "checkpoint.folder", f"{place} is a file; name a folder"))
@@ -78,16 +75,7 @@ def checkpoint_folder(checkpoint: Checkpoint, run: Path) -> Path:
 
 
 def storage_of(checkpoint: Checkpoint, run: Path, given: ObjectStore | None = None) -> Storage:
-    """Return the storage of a run's checkpoints.
-
-    Args:
-        checkpoint: the config's section.
-        run: the run's folder.
-        given: the object store that was passed in Python, if any.
-
-    Raises:
-        ConfigError: checkpoint.folder is a file, or checkpoint.storage can't be built.
-    """
+    """Return the storage of a run's checkpoints, of which `given` was passed in Python. Raises ConfigError."""
     section, folder = checkpoint.storage, checkpoint.folder
     if section is None and folder is not None and is_address(folder):
         return ObjectStorage(open_store(folder, checkpoint.retry_seconds), id_of_run(run))
@@ -111,8 +99,7 @@ def find(path: Path | str, *, trusted: bool = False) -> CheckpointLocation:
         trusted: the config of another user's run may name a folder of checkpoints outside the run's folder.
 
     Raises:
-        ConfigError: the path is no run, folder of checkpoints or checkpoint; or it is another user's run, whose config
-            or links point outside its folder.
+        ConfigError: the path is no run or checkpoints; or another user's run that points outside its folder.
     """
     if isinstance(path, str):
         return _at_address(path)
@@ -125,10 +112,10 @@ def find(path: Path | str, *, trusted: bool = False) -> CheckpointLocation:
         storage = LocalStorage(where)
         if names_by_step(storage.names()) or storage.moved_aside() or where.name == CHECKPOINTS:
             return _of_folder(where)
-    if not path.exists():
-        near = did_you_mean_run(path) or "; give a run's folder, its folder of checkpoints, or one of them"
-        raise ConfigError(f"{path} doesn't exist{near}")
     near = did_you_mean_run(path)
+    if not path.exists():
+        near = near or "; give a run's folder, its folder of checkpoints, or one of them"
+        raise ConfigError(f"{path} doesn't exist{near}")
     raise ConfigError(f"{path} is neither a run's folder, nor a folder of checkpoints, nor a checkpoint{near}")
 
 
@@ -151,12 +138,16 @@ def reachable(storage: Storage) -> Iterator[None]:
         raise ConfigError(f"{error.filename or storage.place}: {error.strerror or error}") from error
 
 
-def choose(location: CheckpointLocation, step: int | None) -> str:
-    """Return the name of the checkpoint of `step`; None: of the one that the path refers to, or of the newest.
+def readable_manifest(storage: Storage, name: str) -> Manifest | None:
+    """Return a checkpoint's manifest; None if it is damaged: the run will report that and use an earlier one."""
+    try:
+        return read_manifest(storage, name)
+    except CorruptCheckpoint:
+        return None
 
-    Raises:
-        ConfigError: there is none.
-    """
+
+def choose(location: CheckpointLocation, step: int | None) -> str:
+    """Return the name of the checkpoint of `step`; None: of the path's, or of the newest. Raises ConfigError."""
     if location.name is not None:
         if step is not None:
             raise ConfigError(f"--step selects one of several checkpoints, and {location.where(location.name)} is one")
@@ -203,7 +194,7 @@ def _of_folder(folder: Path) -> CheckpointLocation:
 
 
 def loaded_config(run: Path) -> LoadedConfig:
-    """Return the resolved config in a run's folder, without secrets, and whether this user started the run."""
+    """Return the resolved config in a run's folder, and whether this user started the run."""
     from lockstep.config.loading import load
 
     file = RunFolder.open(run).config
@@ -217,11 +208,7 @@ def run_config(run: Path) -> Config:
 
 @contextmanager
 def lock_run(run: Path) -> Iterator[None]:
-    """Prevent the run from being trained while the block runs.
-
-    Raises:
-        RunFailed: it is being trained.
-    """
+    """Prevent the run from being trained while the block runs. Raises RunFailed if it is being trained."""
     if not (run / LOCK).exists():  # the command never started it here
         yield
         return

@@ -4,8 +4,8 @@ each update    scheduled? requested by the clock of rank 0? --> copied beside th
 a rank dies    the next round resumes from the newest of memory and storage
 the run ends   a snapshot that is newer than every checkpoint is saved in the storage, by `after_last_round`
 
-On several hosts each has the part of its own ranks in its memory (`HostPart`). A lost host has taken its
-part with it: then the run resumes from the newest checkpoint.
+On several hosts each has the part of its own ranks (`HostPart`). If a host is lost, so is its part, and the run resumes
+from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -36,22 +36,22 @@ from lockstep.core.ranks import NODES
 from lockstep.core.records import Request
 from lockstep.monitor.attempts import last_steps, read_attempts
 from lockstep.monitor.folder import RunFolder, is_run
-from lockstep.training.locations import storage_of
+from lockstep.training.locations import readable_manifest, storage_of
 from lockstep.training.requests import OpenRequest
 from lockstep.training.session import Session, components_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.saving import RunMetadata, StepMetadata
     from lockstep.checkpoint.storage import Storage
+    from lockstep.config.schema import Config
+    from lockstep.core.protocols import ObjectStore
     from lockstep.core.records import TrainingState
     from lockstep.launch.memory_folder import MemoryFolder
     from lockstep.launch.outcome import LaunchResult
-    from lockstep.training.job import Job
 
 _SHARE = 0.005  # of the time that automatic snapshots may cost
 _SHORTEST_S = 0.2  # between automatic snapshots
 _LARGEST_SHARE = 0.5  # of the free memory
-_VOTE_COMES = 4  # updates until a vote against snapshots has come, also on an accelerator
 _log = logging.getLogger("lockstep")
 
 
@@ -64,42 +64,42 @@ class MemorySnapshots:
     """The snapshots of one run, on one rank; all ranks call the same methods at the same updates.
 
     Args:
+        describe: Describes a state, for its manifest.
         memory: The launcher's folder; None: there is none.
         run: The run's folder; None: a session without one.
     """
 
-    def __init__(self, session: Session, memory: Path | None, run: Path | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        describe: Callable[[TrainingState], StepMetadata],
+        memory: Path | None,
+        run: Path | None = None,
+    ) -> None:
         components = components_of(session)
-        world = components.world
-        self._session = session
-        self._folder = run
-        self._world = world
+        self._session, self._world, self._describe, self._run = session, components.world, describe, run
         self._every = components.config.recovery.snapshot_every
         self._on_hosts = NODES in os.environ
-        if not self._on_hosts and world.machine_ranks != world.size:  # another launcher's, which keeps no memory
+        if not self._on_hosts and self._world.machine_ranks != self._world.size:  # another launcher keeps no memory
             memory = None
         self._memory = memory
-        self.folder: Path | None = None  # if one rank's snapshot may be there
         self._saver: MemorySaver | None = None
-        self._describe: Callable[[TrainingState], StepMetadata] | None = None
         self._wait_for_copies: Callable[[], None] | None = None
         self._whole: Collection[int] = ()
-        self._has_space: bool | None = None
-        self._has_warned = False
+        self._has_space = self._has_warned = False
         self._began = time.perf_counter()
         self._open = OpenRequest()
-        self._held_at: int | None = None
 
     def resumable(self, storage: Storage) -> Storage | WithMemory:
-        """Return the checkpoints from which the run may resume; rank 0 has emptied memory that is another run's."""
-        if self._on_hosts and self._folder is not None:
-            self._join_parts(storage, self._folder)
+        """Return the checkpoints and snapshots from which the run may resume."""
+        if self._on_hosts and self._run is not None:
+            self._join_parts(storage, self._run)
         if self._memory is None:
             return storage
         return WithMemory(storage, snapshots_in(self._memory, storage.run), is_shared=not self._on_hosts)
 
     def _join_parts(self, storage: Storage, run: Path) -> None:
-        """Leave only snapshots of which each host has the part of its ranks; rank 0's manifests list all files then."""
+        """Drop snapshots that lack a host's part; complete the manifests of the others, on rank 0."""
         world, memory = self._world, None if self._memory is None else snapshots_in(self._memory, storage.run)
         is_first = world.local_rank == 0
         own = parts_in(memory, self._ranks_here) if is_first and memory is not None else []
@@ -121,78 +121,67 @@ class MemorySnapshots:
             return step in self._whole
         return self._memory is not None and step in names_by_step(snapshots_in(self._memory, None).names())
 
-    def begin(self, run: RunMetadata, step: int, describe: Callable[[TrainingState], StepMetadata]) -> None:
-        """Take snapshots from now on; those after `step`, at which the run begins, are deleted.
-
-        Args:
-            describe: Describes a state, for its manifest.
-        """
+    def begin(self, run: RunMetadata, step: int) -> None:
+        """Take snapshots from now on; those after `step`, at which the run begins, are deleted."""
         if self._memory is None and not self._on_hosts:
             return
         world, on_hosts = self._world, self._on_hosts
         storage = snapshots_in(self._memory or Path(os.devnull), run.run)  # `_check_space` refuses that
         if self._memory is not None and world.local_rank == 0:
-            drop(storage, lambda at, name: at > step or (at < step and not on_hosts and not _is_intact(storage, name)))
+            drop(
+                storage,
+                lambda at, name: at > step or (at < step and not on_hosts and readable_manifest(storage, name) is None),
+            )
             storage.remove_stale_drafts()
         world.axis.barrier()
         if self._every is not None:
-            self._describe, self.folder = describe, None if on_hosts else self._memory
-            ranks = self._ranks_here if on_hosts else None
-            self._saver = MemorySaver(storage, world.axis, world.device, run, ranks)
+            self._saver = MemorySaver(storage, world.axis, world.device, run, self._ranks_here if on_hosts else None)
 
     def begin_attempt(self, attempt: str | None) -> None:
-        """Note what identifies this attempt, as the first rank knows it; all ranks together."""
+        """Note the id of this attempt, which the first rank knows; all ranks together."""
         if self._on_hosts:
             attempt = cast("str", self._world.axis.broadcast(attempt))
             if self._saver is not None:
                 self._saver.attempt = attempt
 
     def requests(self) -> tuple[Request, ...]:
-        """Return this rank's request for the next vote: on rank 0, a snapshot once it costs no more than its share."""
+        """Return rank 0's request for a snapshot, once that costs no more than its share of the time."""
         saver = self._saver
         if saver is None or self._world.rank != 0 or saver.is_writing or isinstance(self._every, int):
             return ()
         is_due = time.perf_counter() - self._began >= max(_SHORTEST_S, saver.seconds / _SHARE)
         return (Request.SNAPSHOT,) if self._open.is_made(due=is_due) else ()
 
+    @property
+    def are_taken(self) -> bool:
+        """True if memory has space for snapshots, and the config asks for them."""
+        return self._saver is not None
+
     def is_due(self, requests: Collection[Request] = ()) -> bool:
         """Return whether a snapshot follows the last update, the same on all ranks."""
-        if self._saver is None or Request.NO_SNAPSHOT in requests:
-            self._open.close()
-            return False
-        steps = self._session.progress.steps
-        if self._held_at is not None and steps - self._held_at <= _VOTE_COMES:
-            return steps == self._held_at
-        return steps % self._every == 0 if isinstance(self._every, int) else Request.SNAPSHOT in requests
-
-    def hold(self) -> None:
-        """Take a snapshot after this update, and none after the next ones, until all ranks have the first one's vote.
-
-        The state after this update is the best, and is being saved: a later one has to wait until that is done.
-        """
-        self._held_at = self._session.progress.steps
+        steps, every = self._session.progress.steps, self._every
+        return self.are_taken and (steps % every == 0 if isinstance(every, int) else Request.SNAPSHOT in requests)
 
     def take(self) -> None:
         """Start a snapshot of the session as it is; all ranks together."""
-        saver, describe = self._saver, self._describe
+        saver = self._saver
         assert saver is not None, "begin() comes first"
-        assert describe is not None, "and states how"
         self._began = began = time.perf_counter()
         self._open.close()
         with self._world.clock.phase(Phase.SAVE):
             try:
                 state = self._session.state()
-                if self._has_space is None and not self._check_space(saver.size(state)):
-                    self._saver = self.folder = None
+                if not self._has_space and not self._check_space(saver.size(state), saver.kept):
+                    self._saver = None
                     return
                 self._warn_of_failure(saver)
-                self._wait_for_copies = saver.start(state, describe(state), began)
+                self._wait_for_copies = saver.start(state, self._describe(state), began)
             except Exception as error:
                 note_location(error, "checkpoint", f"in the snapshot after update {self._session.progress.steps}")
                 raise
 
     def keep(self) -> bool:
-        """Take a last snapshot, because no other place takes the state; return whether memory has it, on all ranks."""
+        """Take a last snapshot, since no other place takes the state; return whether memory has it, on all ranks."""
         if self.has(self._session.progress.steps):
             return True
         if self._saver is not None:
@@ -211,27 +200,29 @@ class MemorySnapshots:
         if self._saver is not None:
             self._saver.finish()
 
-    def _check_space(self, size: int) -> bool:
+    def _check_space(self, size: int, kept: int) -> bool:
         """Return whether each host has space for its ranks' snapshots; rank 0 prints why not."""
-        world, saver = self._world, self._saver
-        assert saver is not None
-        free = _free_in(self._memory) if self._memory is not None else 0
-        rows = cast("list[tuple[int, int, int]]", world.axis.gather((self._ranks_here.start, size, free)))
-        self._has_space = True
+        free = 0
+        if self._memory is not None:
+            disk = os.statvfs(self._memory)
+            free = int(_LARGEST_SHARE * min(disk.f_bavail * disk.f_frsize, tightest_limit().free))
+        rows = cast("list[tuple[int, int, int]]", self._world.axis.gather((self._ranks_here.start, size, free)))
         for host in dict.fromkeys(first for first, _, _ in rows):
             here = [(size, free) for first, size, free in rows if first == host]
-            needed = (saver.kept + 2) * sum(size for size, _ in here)  # one is being written, and each rank has a copy
+            needed = (kept + 2) * sum(size for size, _ in here)  # one is being written, and each rank has a copy
             available = min(free for _, free in here)
-            if needed > available and self._has_space and world.rank == 0:
-                _log.warning(
-                    "no snapshots in memory: they need %s%s, and may take %s, half of what is free there; after a "
-                    "failure the run resumes from the newest checkpoint (recovery.snapshot_every)",
-                    shown_size(needed),
-                    f" on the host of rank {host}" if self._on_hosts else "",
-                    shown_size(available),
-                )
-            self._has_space &= needed <= available
-        return self._has_space
+            if needed > available:
+                if self._world.rank == 0:
+                    _log.warning(
+                        "no snapshots in memory: the host of rank %d needs %s for them, and half of its free memory is "
+                        "%s; after a failure the run resumes from the newest checkpoint (recovery.snapshot_every)",
+                        host,
+                        shown_size(needed),
+                        shown_size(available),
+                    )
+                return False
+        self._has_space = True
+        return True
 
     def _warn_of_failure(self, saver: MemorySaver) -> None:
         saver.finish()
@@ -240,13 +231,8 @@ class MemorySnapshots:
             _log.warning("a snapshot could not be written to memory: %s; the run continues", saver.failure)
 
 
-def _free_in(memory: Path) -> int:
-    disk = os.statvfs(memory)
-    return int(_LARGEST_SHARE * min(disk.f_bavail * disk.f_frsize, tightest_limit().free))
-
-
 def _completed(memory: LocalStorage, hosts: list[list[HostPart]], storage: Storage, run: Path) -> list[int]:
-    """Return the steps of the snapshots that the hosts have together and the storage lacks; complete their manifests.
+    """Return the steps of the snapshots that the hosts have together; complete their manifests.
 
     What an attempt has taken after the step at which a later one resumed is no part of the run's course.
     """
@@ -254,88 +240,57 @@ def _completed(memory: LocalStorage, hosts: list[list[HostPart]], storage: Stora
         return []
     last = last_steps(read_attempts(run))
     whole = files_of_whole(hosts, storage.run, lambda attempt, step: step <= last.get(attempt, -1))
-    steps = []
-    for step in whole.keys() - _steps_in(storage):
+    newest, steps = newest_step(storage), []
+    for step in whole:
         name = checkpoint_name(step)
         with suppress(OSError, CorruptCheckpoint):
-            memory.replace_manifest(name, with_files(manifest_bytes(memory, name), whole[step]))
-            steps.append(step)
+            if step > newest:
+                memory.replace_manifest(name, with_files(manifest_bytes(memory, name), whole[step]))
+                steps.append(step)
     return steps
 
 
-def _steps_in(storage: Storage) -> Set[int]:
-    try:
-        return names_by_step(storage.names()).keys()
-    except OSError:
-        return frozenset()
-
-
-def _is_intact(snapshots: LocalStorage, name: str) -> bool:
-    try:
-        read_manifest(snapshots, name)
-    except CorruptCheckpoint:
-        return False
-    return True
-
-
 def after_last_round(
-    job: Job, folder: Path, memory: MemoryFolder, result: LaunchResult, *, on_hosts: bool
+    config: Config,
+    given: ObjectStore | None,
+    folder: Path,
+    memory: MemoryFolder,
+    result: LaunchResult,
+    *,
+    on_hosts: bool,
 ) -> LaunchResult:
-    """Save what memory has and the storage doesn't, if the run has failed or stopped; return the result that states it.
+    """Save what memory has and the storage doesn't, if the run has failed or stopped; return the result that says it.
 
     If the storage can't take it, or several hosts have a part each, memory keeps it for the next start of the run.
+
+    Args:
+        given: The object store that was passed in Python, if any.
     """
     if result.code == 0:
         return result
     try:
-        storage = storage_of(job.config.checkpoint, folder, job.given.storage)
-        saved = None if on_hosts else _save_newest(snapshots_in(memory.path, storage.run), storage)
-    except Failure as failure:  # the ranks have failed for the same reason
-        _log.debug("no storage for a snapshot: %s", failure)
+        storage = storage_of(config.checkpoint, folder, given)
+    except Failure:  # the ranks have failed for the same reason
         return result
-    if on_hosts and (text := left_on_host(job, folder, memory)):
-        return _with_text(result, text)
-    if saved is None:
-        return _with_checkpoint(result, storage) if result.cut_off else result
-    step, fault = saved
-    if fault is None:
-        if not is_run(folder):  # it was deleted or moved: with the config, the same command resumes
-            RunFolder(folder).write_config(plain_yaml(to_public(job.config)))
-        text = f"the state after step {step:,} was in memory, and is saved in {storage.place}; start it again to resume"
-    else:
-        memory.leave()
-        place = f"in this host's memory, in {memory.path}, from which the same command resumes"
-        text = f"the state after step {step:,} could not be saved: {fault}; it is {place}"
-    return _with_text(result, text)
+    text = left_on_host(storage, memory) if on_hosts else _save_newest(config, storage, folder, memory)
+    if not text and result.cut_off and (newest := newest_step(storage)) >= 0:
+        text = f"the state after step {newest:,} is saved in {storage.place}; start it again to resume"
+    return replace(result, text="\n".join(filter(None, (result.text, text))))
 
 
-def left_on_host(job: Job, folder: Path, memory: MemoryFolder) -> str:
+def left_on_host(storage: Storage, memory: MemoryFolder) -> str:
     """Leave the memory of one of several hosts to the next start of the run, and return what to report.
 
-    Nothing happens, and the text is empty, if this host sees a checkpoint that is as new.
+    Nothing happens, and the text is empty, if the storage has a checkpoint that is as new.
     """
-    step, newest = newest_step(snapshots_in(memory.path, None)), -1
-    with suppress(Failure):
-        newest = newest_step(storage_of(job.config.checkpoint, folder, job.given.storage))
-    if step <= newest:
+    step = newest_step(snapshots_in(memory.path, None))
+    if step <= newest_step(storage):
         return ""
     memory.leave()
     return (
         f"the state after step {step:,} is in the memory of the hosts, this one's part in {memory.path}; the same "
         "command on all of them resumes from it within an hour"
     )
-
-
-def _with_text(result: LaunchResult, text: str) -> LaunchResult:
-    return replace(result, text="\n".join(filter(None, (result.text, text))))
-
-
-def _with_checkpoint(result: LaunchResult, storage: Storage) -> LaunchResult:
-    newest = newest_step(storage)
-    if newest < 0:
-        return result
-    text = f"the state after step {newest:,} is saved in {storage.place}; start it again to resume"
-    return replace(result, text=f"{result.text}\n{text}")
 
 
 def newest_step(storage: Storage) -> int:
@@ -346,24 +301,26 @@ def newest_step(storage: Storage) -> int:
         return -1
 
 
-def _save_newest(snapshots: LocalStorage, storage: Storage) -> tuple[int, str | None] | None:
-    """Save the newest intact snapshot in the storage, if it is newer than all checkpoints there.
-
-    Returns:
-        Its step, and why it could not be saved; None: there is none.
-    """
-    newest = newest_step(storage)
+def _save_newest(config: Config, storage: Storage, folder: Path, memory: MemoryFolder) -> str:
+    """Save the newest intact snapshot, if it is newer than all checkpoints; return what to report, empty if nothing."""
+    newest, snapshots = newest_step(storage), snapshots_in(memory.path, storage.run)
     for step, name in sorted(names_by_step(snapshots.names()).items(), reverse=True):
         if step <= newest:
-            return None
+            break
         if verify(snapshots, name).fault is not None:
             continue
         try:
             _copy(snapshots, name, storage)
         except OSError as error:
-            return step, error.strerror or str(error)
-        return step, None
-    return None
+            memory.leave()
+            return (
+                f"the state after step {step:,} could not be saved: {error.strerror or error}; it is in this host's "
+                f"memory, in {memory.path}, from which the same command resumes"
+            )
+        if not is_run(folder):  # it was deleted or moved: with the config, the same command resumes
+            RunFolder(folder).write_config(plain_yaml(to_public(config)))
+        return f"the state after step {step:,} was in memory, and is saved in {storage.place}; start it again to resume"
+    return ""
 
 
 def _copy(snapshots: LocalStorage, name: str, storage: Storage) -> None:
@@ -371,20 +328,13 @@ def _copy(snapshots: LocalStorage, name: str, storage: Storage) -> None:
     draft = storage.with_separate_drafts().begin(name)
     try:
         for file in manifest.files:
-            with _whole(snapshots, name, file) as whole:
+            with (
+                (Path(snapshots.place) / name / file).open("rb") as handle,
+                mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ) as data,  # needs no more memory
+                memoryview(data) as whole,
+            ):
                 draft.write(file, whole)
         draft.publish(manifest_bytes(snapshots, name))
     except BaseException:
         draft.discard()
         raise
-
-
-@contextmanager
-def _whole(snapshots: LocalStorage, name: str, file: str) -> Iterator[memoryview]:
-    """Yield the bytes of a file, which need no more memory."""
-    with (
-        (Path(snapshots.place) / name / file).open("rb") as handle,
-        mmap.mmap(handle.fileno(), 0, prot=mmap.PROT_READ) as data,
-        memoryview(data) as whole,
-    ):
-        yield whole

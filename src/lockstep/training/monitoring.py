@@ -29,7 +29,7 @@ from lockstep.monitor.prometheus import PrometheusEndpoint
 from lockstep.monitor.rank_meters import MeterFiles, MeterThread, RankMeters
 from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.monitor.trackers import TrackerMonitor
-from lockstep.training.session import bad_updates_of, components_of, left_out_of
+from lockstep.training.session import components_of
 from lockstep.training.user_objects import user_monitors, user_trackers
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.core.records import RunInfo, StepReport
     from lockstep.training.checkpoints import Checkpoints
-    from lockstep.training.job import Job
     from lockstep.training.session import Session
+    from lockstep.training.user_objects import UserObjects
 
 
 class UserLogs:
-    """Collects the entries of all ranks; free while nothing is logged."""
+    """Collects what all ranks log; free while nothing is logged."""
 
     def __init__(self, session: Session, monitors: Monitors, log: MetricLog) -> None:
         self._session = session
@@ -64,7 +64,7 @@ class UserLogs:
 
     def see(self, report: StepReport) -> None:
         """Collect what was logged up to this update, if it is recorded and a rank has requested it."""
-        if left_out := left_out_of(self._session).take_new():
+        if left_out := self._session.left_out.take_new():
             self._monitors.left_out(report.step, left_out)
         self.show_bad_updates()
         self._has_entries |= Request.SHOW_LOG in report.requests
@@ -78,7 +78,7 @@ class UserLogs:
 
     def show_bad_updates(self) -> None:
         """Show what has become known of bad updates."""
-        for bad in bad_updates_of(self._session).take_new():
+        for bad in self._session.bad_updates.take_new():
             self._monitors.bad_numbers(bad)
 
     def finish(self, step: int) -> None:
@@ -93,11 +93,7 @@ class UserLogs:
 
 
 class Meters:
-    """Measures this rank's updates, and on the first rank writes the meters of all.
-
-    Attributes:
-        files: Of the first rank; None on others, or if nothing is measured.
-    """
+    """Measures this rank's updates; on the first rank, `files` has the meters of all. Free with meter_seconds 0."""
 
     def __init__(self, session: Session, folder: Path) -> None:
         components = components_of(session)
@@ -143,13 +139,15 @@ def refuse_missing_packages(config: Config) -> None:
         raise ConfigError(Problem("", "monitor.prometheus", text))
 
 
-def make_monitors(job: Job, folder: Path, checkpoints: Checkpoints, meters: Meters) -> Monitors:
+def make_monitors(
+    config: Config, recipe: str, given: UserObjects, folder: Path, checkpoints: Checkpoints, meters: Meters
+) -> Monitors:
     """Return the monitors of the first rank, and make their files the history that checkpoints refer to."""
-    options, run_folder = job.config.monitor, RunFolder.open(folder)
-    public, environment = finite(to_public(job.config)), checkpoints.environment
+    options, run_folder = config.monitor, RunFolder.open(folder)
+    public, environment = finite(to_public(config)), checkpoints.environment
 
     def tracked(name: str, tracker: Tracker, own_folder: Path, seconds: float = 0.0) -> ReportWriter:
-        run = TrackedRun(checkpoints.run, job.recipe, str(own_folder), public, environment)
+        run = TrackedRun(checkpoints.run, recipe, str(own_folder), public, environment)
         place = checkpoints.place
         return TrackerMonitor(tracker, name, run, lambda step: f"{place}/step-{step:08d}", options.every, seconds)
 
@@ -166,9 +164,9 @@ def make_monitors(job: Job, folder: Path, checkpoints: Checkpoints, meters: Mete
         files.append(meters.files.file)
     checkpoints.history = history.HistoryFiles(files, [writer.drain for writer in writers])
     writers.append(BackgroundWriter(Console(options.every, options.progress), math.inf))  # its reader is waited for
-    for name, tracker in user_trackers(job.config, job.given).items():
+    for name, tracker in user_trackers(config, given).items():
         writers.append(BackgroundWriter(tracked(name, tracker, folder / TRACKERS), name=f"tracker {name}"))
-    monitors = Monitors(writers, user_monitors(job.config, job.given), options.every)
+    monitors = Monitors(writers, user_monitors(config, given), options.every)
     if meters.files is not None:
         meters.files.show = monitors.measured
     return monitors

@@ -5,19 +5,13 @@ this run's (its id, or its folder)          --> the run resumes
 another run's: trains alike, not finished   --> the same command was started again: it resumes in that run's folder
 another run's                               --> refused, with a free subfolder
 
-Checkpoints in the run's own folder need no check: they are moved and copied with it. An object store (an address,
-or `checkpoint.storage`) is checked by the ranks: a client that the launcher has used can't be forked with them.
+Checkpoints in the run's own folder need no check. An object store is checked by the ranks: a client that the launcher
+has used can't be forked with them.
 
-A run whose config names no folder has one for its launch, which a restart finds again:
-
-    the launcher's store has it             that folder: the ranks have been started again
-    the launch has an id (--rdzv-id 4711,   runs/RECIPE-4711, so that a job that is queued again finds it
-    or --job-id 4711)
-    neither                                 a new folder, RECIPE-DATE-TIME
-
-torchrun's id is "none" unless one is given, and on a single node a UUID that no other launch will have; its store lives
-as long as the launcher. Without a store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1) a restart can't be told from a start, so
-what starts over is refused there.
+A run whose config names no folder gets one for its launch, which a restart finds again: in the launcher's store, by the
+launch's id (--rdzv-id 4711 or --job-id 4711: runs/RECIPE-4711), or else a new one, RECIPE-DATE-TIME. torchrun's id is
+"none" unless one is given, and on a single node a UUID. Without a store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1) a
+restart can't be told from a start, so --fresh, --from and --fork are refused there.
 """
 
 from __future__ import annotations
@@ -26,19 +20,17 @@ import os
 import re
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
-from lockstep.checkpoint.reading import read_manifest
+from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.storage import Owner, names_by_step
-from lockstep.config.trust import CONFIG, id_of_run
+from lockstep.config.trust import id_of_run
 from lockstep.config.writing import to_public
-from lockstep.core.errors import ConfigError, Failure, Problem
+from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
 from lockstep.core.terminal import command_line
@@ -50,7 +42,7 @@ from lockstep.plan.schedule import LENGTHS
 from lockstep.plan.schedule import is_finished as is_at_its_end
 from lockstep.stores.addresses import is_address
 from lockstep.stores.buckets import RETRY_SECONDS
-from lockstep.training.locations import checkpoint_folder, reachable, run_config, storage_of
+from lockstep.training.locations import checkpoint_folder, reachable, readable_manifest, storage_of
 from lockstep.training.resuming import Resume, epoch_samples_in
 from lockstep.training.session import Session, components_of
 
@@ -74,7 +66,7 @@ _OF_OPTIMIZER = ("optim.lr", "optim.weight_decay")  # settings that a custom opt
 
 
 def kept_folder(world: World) -> Path | None:
-    """Return the folder that earlier ranks of this launch have used, as far as it is known. All ranks together."""
+    """Return the folder that earlier ranks of this launch have used, if known. All ranks together."""
     store = world.launcher_store
     return Path(store.get(_FOLDER).decode()) if store is not None and store.check([_FOLDER]) else None
 
@@ -98,7 +90,7 @@ def folder_of_launch(config: Config, recipe: str, environ: Mapping[str, str] = o
 
 
 def mark_begun(world: World) -> None:
-    """Record that the run has begun: ranks that the launcher starts after these resume it, whatever began it."""
+    """Record that the run has begun: ranks that the launcher starts after these resume it."""
     if world.rank == 0 and world.launcher_store is not None:
         world.launcher_store.set(_BEGUN, "")
 
@@ -109,7 +101,7 @@ def has_begun(world: World) -> bool:
 
 
 def resumed(resume: Resume, world: World) -> Resume:
-    """Return how a run begins: as the command has it, or, after a restart, from its newest checkpoint."""
+    """Return how a run begins: as the command says, or, after a restart, from its newest checkpoint."""
     store, starts = world.launcher_store, resume.fresh or resume.step is not None or resume.origin is not None
     if starts and store is None and "TORCHELASTIC_RUN_ID" in os.environ and not started_by_lockstep(os.environ):
         raise ConfigError(
@@ -138,22 +130,14 @@ class _Occupant:
 
 
 def run_folder_for(config: Config, recipe: str, resume: Resume) -> Path | None:
-    """Return the folder of the config, or of the run that owns `checkpoint.folder` and that this config continues.
-
-    A launch may have a folder where its config names none: see `folder_of_launch`.
-
-    Returns:
-        None: the run needs a new folder.
+    """Return the folder of the config, of the launch, or of the run that this config continues; None: a new one.
 
     Raises:
-        ConfigError: checkpoint.folder belongs to another run, or lacks the checkpoints of the run in the folder, or a
-            fork would overwrite another run's files.
+        ConfigError: checkpoint.folder belongs to another run, or a fork would overwrite another run's files.
     """
     folder = Path(config.run.folder).absolute() if config.run.folder is not None else folder_of_launch(config, recipe)
     if resume.origin is not None and folder is not None:
         _refuse_taken_fork(config.checkpoint, folder)
-    if folder is not None and resume == Resume(accept_changes=resume.accept_changes):
-        _refuse_empty_place(config.checkpoint, folder)
     if config.checkpoint.folder is None:
         return folder
     if is_address(config.checkpoint.folder):
@@ -172,10 +156,7 @@ def run_folder_for(config: Config, recipe: str, resume: Resume) -> Path | None:
 
 
 def _probe(checkpoint: Checkpoint) -> None:
-    """Write to a bucket and delete it again. Raises ConfigError.
-
-    The client has threads, which a launcher that forks ranks can't have: a child process does it.
-    """
+    """Write to a bucket and delete it again, in a child process: the client has threads. Raises ConfigError."""
     seconds = min(checkpoint.retry_seconds, RETRY_SECONDS)
 
     def tried() -> str:
@@ -198,7 +179,6 @@ def refusal_of_storage(
 
     Args:
         folder: the run's; None: a session, which continues what an earlier session has saved.
-        fresh: the run starts over.
         accept_changes: a session may continue a run that has other settings.
     """
     occupant = _occupant(storage)
@@ -216,13 +196,11 @@ def refusal_of_storage(
 def other_settings(config: Config, earlier: Config) -> list[str]:
     """Return the settings that affect what is learned and differ, as `optim.lr: 0.1 then, 0.2 now`; without lengths."""
     then, now = (dict(flat(_of_training(to_public(settings)))) for settings in (earlier, config))
-    keys = list(dict.fromkeys([*then, *now]))
+    keys = dict.fromkeys([*then, *now])
     if config.optim.name == "given":  # the optimizer's own values are recorded where the config has none
-        keys = [
-            key
-            for key in keys
-            if key not in _OF_OPTIMIZER or key.removeprefix("optim.") in config.optim.model_fields_set
-        ]
+        for key in _OF_OPTIMIZER:
+            if key.removeprefix("optim.") not in config.optim.model_fields_set:
+                keys.pop(key, None)
     return [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
 
 
@@ -237,44 +215,19 @@ def _refuse_taken_fork(checkpoint: Checkpoint, folder: Path) -> None:
         raise ConfigError(Problem("", "checkpoint.folder", why))
 
 
-def _refuse_empty_place(checkpoint: Checkpoint, folder: Path) -> None:
-    """Raise ConfigError if the run in a folder would start over, because its checkpoints are in another place."""
-    why = ""
-    if (folder / CONFIG).is_file():
-        with suppress(Failure, OSError):  # a config that can't be read, a place that is gone: the ranks report it
-            then = run_config(folder).checkpoint
-            if then.folder != checkpoint.folder and then.storage is None and checkpoint.storage is None:
-                before, now = storage_of(then, folder), storage_of(checkpoint, folder)
-                steps, owner = names_by_step(before.names()), before.owner()
-                is_own = owner is None or owner.run == id_of_run(folder)
-                if steps and is_own and not names_by_step(now.names()):
-                    why = (
-                        f"{now.place} has no checkpoints, and the run in {folder} has its own in {before.place}, the "
-                        f"newest of step {max(steps):,}; copy them there to resume, leave the key out, or start over: "
-                        "--fresh"
-                    )
-    if why:
-        raise ConfigError(Problem("", "checkpoint.folder", why))
-
-
 def _occupant(storage: Storage) -> _Occupant | None:
     """Return the run whose checkpoints are in the storage; None if another run could overwrite nothing there."""
     names = names_by_step(storage.names())
     if not names:
         return None
-    owner, newest = storage.owner(), _newest(storage, [names[step] for step in sorted(names, reverse=True)])
+    owner, manifests = (
+        storage.owner(),
+        (readable_manifest(storage, names[step]) for step in sorted(names, reverse=True)),
+    )
+    newest = next(filter(None, manifests), None)
     if owner is None and newest is not None:  # checkpoints that were copied without their owner.json
         owner = Owner(newest.run, None, "a run")
     return _Occupant(owner, newest) if owner is not None else None
-
-
-def _newest(storage: Storage, names: list[str]) -> Manifest | None:
-    for name in names:
-        try:
-            return read_manifest(storage, name)
-        except CorruptCheckpoint:
-            continue
-    return None
 
 
 def _trains_alike(config: Config, newest: Manifest | None) -> bool:
@@ -311,7 +264,7 @@ def _refusal(place: str, occupant: _Occupant, remedy: str) -> str:
 
 
 def _of_training(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without what doesn't affect what is learned, lengths, and what may become smaller in a run."""
+    """Return a config without what doesn't affect what is learned, and without lengths and micro-batches."""
     kept = {name: section for name, section in config.items() if name not in _NOT_OF_THE_TRAINING}
     for name, keys in _MAY_DIFFER.items():
         if isinstance(section := kept.get(name), Mapping):
@@ -329,11 +282,7 @@ def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def refuse_other_run(session: Session, storage: Storage, home: Path | None, resume: Resume) -> None:
-    """Raise ConfigError if the storage has another run's checkpoints; a folder of a run was checked before.
-
-    Args:
-        home: the run's folder; None: a session without one.
-    """
+    """Raise ConfigError if the storage has another run's checkpoints; `home` is the run's folder, None: a session."""
     config, axis = components_of(session).config, components_of(session).world.axis
     if home is not None and isinstance(storage, LocalStorage):
         return

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from lockstep.config.schema import Loader
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import Transform
-from lockstep.data.loader import evaluation_batches
+from lockstep.data.loader import first_batch
 from lockstep.distributed.collectives import LocalGroup
 from lockstep.distributed.consensus import DeviceConsensus, HostConsensus
 from lockstep.distributed.forward_mode import ForwardMode
@@ -53,8 +52,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from lockstep.config.schema import ActivationCheckpointing, Config, PipelineParallel, TensorParallelOptions
-    from lockstep.core.protocols import Engine, EvaluatedObjective, Source, Transform
+    from lockstep.config.schema import ActivationCheckpointing, Config, PipelineParallel, Run, TensorParallelOptions
+    from lockstep.core.protocols import Engine, EvaluatedObjective, Source
     from lockstep.core.records import Batch, Inputs
     from lockstep.distributed.consensus import Consensus
     from lockstep.distributed.process_group import World
@@ -98,7 +97,7 @@ class WholeModel:
         module: On the CPU, or on the meta device.
         tensors: Names of its parameters and saved buffers, in order.
         meta: Materializes a module on the meta device; None: the module has its values.
-        pretrained: Weights that replace these values; None: none do.
+        pretrained: Weights that replace these values, if any.
         tensor_plan: Tensor-parallel style by module name; empty: no tensor parallelism.
         sample: Returns inputs of a few samples, on the CPU.
         deferred: Whether `draw` is left to the caller, since other values may follow.
@@ -113,11 +112,7 @@ class WholeModel:
     deferred: bool = False
 
     def draw(self, model: nn.Module, shards: Mapping[str, Any] | None = None) -> None:
-        """Set the parameters of a model without values, sharded or not, to their initial ones.
-
-        Args:
-            shards: What to set instead of the parameters, by name; None: the parameters.
-        """
+        """Set the parameters of a model without values, or `shards` by their names, to their initial ones."""
         assert self.meta is not None, "the module has its values"
         overwritten = () if self.pretrained is None else [slot.name for slot, _ in self.pretrained.pairs]
         self.meta.draw(overwritten, shards or {})
@@ -132,14 +127,7 @@ class WholeModel:
 
 @dataclass(frozen=True, slots=True)
 class Parallelized:
-    """A model as this rank trains it.
-
-    Attributes:
-        position: This rank's position in the mesh.
-        stages: This rank's stages of a pipeline; None: it has the whole model.
-        tensor: The tensor-parallel transform; None: matrices are whole.
-        context: The context-parallel transform; None: sequences are whole.
-    """
+    """A model as this rank trains it; None: the rank has the whole model, matrices or sequences are whole."""
 
     position: MeshPosition
     stages: PartitionedModel | None
@@ -156,16 +144,13 @@ def parallelize(
     optimizer: OptimizerFactory,
     custom: Sequence[Transform] = (),
 ) -> Parallelized:
-    """Return the model as this rank trains it. All ranks together.
-
-    Args:
-        custom: A user's transforms.
-
-    Raises:
-        ConfigError: The model doesn't support it.
-    """
+    """Return the model as this rank trains it, all ranks together. Raises ConfigError if the model can't be."""
     model, blocks, device = whole.module, repeated_blocks(whole.module), world.device
-    hooked = {name: each for name, each in model.named_parameters() if each._backward_hooks or _hooks_after(each)}
+    hooked = {
+        name: each
+        for name, each in model.named_parameters()
+        if each._backward_hooks or each._post_accumulate_grad_hooks
+    }
     builder = load_builder(plan.strategy, config.run.determinism)
     compute = resolve_compute(config.precision.compute, device)
     gathers = builder.shard is not None or find_strategy(plan.strategy).variant(config.parallel).state.parameters
@@ -174,8 +159,7 @@ def parallelize(
     mode = ForwardMode()
     options = config.memory.activation_checkpointing
     recomputed = recompute_blocks(options, blocks)
-    tensor = _tensor_parallel(whole.tensor_plan, position, mode)
-    context = _context_parallel(plan.mesh.context, mode, allow_untested=config.run.allow_untested)
+    tensor, context = _divisions(whole.tensor_plan, plan.mesh.context, position, mode, config.run)
     parallel = [transform for transform in (recomputed, tensor, context) if transform is not None]
     before, after = split_at(PARTITION, [*transforms_of(config, device), *parallel, *custom])
 
@@ -210,25 +194,20 @@ def parallelize(
 
 
 def _lay_out(model: nn.Module, *, sharded: bool) -> None:
-    """Make parameters contiguous: all that are sharded as rows or flat, else those whose elements share memory."""
+    """Make parameters contiguous: all that are sharded, else those whose elements share memory."""
     for parameter in model.parameters():
         if not parameter.is_contiguous() and (sharded or is_expanded(parameter)):
             parameter.data = parameter.data.contiguous()
 
 
-def _hooks_after(parameter: nn.Parameter) -> object:
-    """Return the hooks that run once a parameter's gradient is accumulated, as one of `register_hook` runs before."""
-    return parameter._post_accumulate_grad_hooks
-
-
 def _with_hooks(hooked: Mapping[str, nn.Parameter], sharding: Sharding) -> Sharding:
-    """Return the sharding. Raises ConfigError if it has replaced parameters that have hooks of the user's."""
+    """Return the sharding. Raises ConfigError if it has replaced parameters with a user's hooks."""
     shards = dict(sharding.state.model.named_parameters())
     lost = [name for name, parameter in hooked.items() if shards.get(name, parameter) is not parameter]
     if lost:
         why = (
             f"{', '.join(lost)}: a hook on the gradient is lost where the parameter is sharded; change the weight in "
-            "the forward instead (torch.nn.utils.parametrize masks it), or take ddp"
+            "the forward (torch.nn.utils.parametrize), or take ddp"
         )
         raise ConfigError(Problem("", "parallel.strategy", why))
     return sharding
@@ -267,7 +246,7 @@ def _cast_weights(whole: WholeModel, compute: torch.dtype | None, world: World) 
 
 
 def transforms_of(config: Config, device: torch.device) -> list[Transform]:
-    """Return the transforms that the config names, apart from activation checkpointing and tensor parallelism."""
+    """Return the config's transforms, without activation checkpointing and tensor parallelism."""
     chosen: list[Transform] = []
     options = config.memory.activation_checkpointing
     if config.memory.activation_offload == "cpu":
@@ -296,22 +275,20 @@ def tensor_plan_of(options: TensorParallelOptions, mesh: Mesh, model: nn.Module)
     return tensor_plan(model, options, mesh.tensor, own if isinstance(model, Transformer) else None)
 
 
-def _tensor_parallel(
-    plan: Mapping[str, str], position: Callable[[], MeshPosition], mode: ForwardMode
-) -> TensorParallel | None:
-    if not plan:
-        return None
-    from lockstep.transforms.tensor_parallel import TensorParallel  # DTensors take 0.5 s to import
+def _divisions(
+    tensor_plan: Mapping[str, str], ranks: int, position: Callable[[], MeshPosition], mode: ForwardMode, run: Run
+) -> tuple[TensorParallel | None, ContextParallel | None]:
+    """Return the transforms that divide matrices, and sequences over N ranks; None: they stay whole."""
+    tensor = context = None
+    if tensor_plan:
+        from lockstep.transforms.tensor_parallel import TensorParallel  # DTensors take 0.5 s to import
 
-    return TensorParallel(plan, position, mode)
+        tensor = TensorParallel(tensor_plan, position, mode)
+    if ranks > 1:
+        from lockstep.transforms.context_parallel import ContextParallel
 
-
-def _context_parallel(ranks: int, mode: ForwardMode, *, allow_untested: bool) -> ContextParallel | None:
-    if ranks == 1:
-        return None
-    from lockstep.transforms.context_parallel import ContextParallel
-
-    return ContextParallel(ranks, mode, allow_untested=allow_untested)
+        context = ContextParallel(ranks, mode, allow_untested=run.allow_untested)
+    return tensor, context
 
 
 # --- the pipeline partition ---------------------------------------------------------------------------------------
@@ -371,7 +348,7 @@ def materialize(
     """Give the parameters memory and, unless that is deferred, values, each rank those that it holds.
 
     Args:
-        move: Whether to move the model to the device; a strategy places the parameters that it shards itself.
+        move: Whether to move the model to the device; a strategy moves parameters that it shards itself.
         offloaded: Whether the host holds the parameters.
     """
     if whole.meta is not None:
@@ -385,23 +362,17 @@ def materialize(
 def computed_objective(
     loss_chunk: int | None, mesh: Mesh, model: nn.Module, objective: EvaluatedObjective
 ) -> EvaluatedObjective:
-    """Return the objective as a rank computes it: for its positions, in the model's head.
-
-    Raises:
-        ConfigError: A partitioned model can't compute it.
-    """
+    """Return the objective as a rank computes it: for its positions, in the model's head. Raises ConfigError."""
     if mesh.pipeline > 1 and isinstance(objective, ModelLoss) and not objective.decomposes:
         why = (
             f"{mesh.pipeline} stages, and the loss is the one that the forward of {type(model).__name__} computes, "
-            "perhaps of all its layers (output_router_logits), which no stage has; leave it out, or give a custom "
-            "objective"
+            "perhaps of all its layers; leave it out, or give a custom objective"
         )
         raise ConfigError(Problem("", "parallel.pipeline", why))
     if mesh.context > 1:
         two_sequences = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         if not isinstance(objective, TargetLoss) or not objective.language or two_sequences:
-            kind = "two sequences" if two_sequences else "an objective that isn't of tokens"
-            why = f"{mesh.context} divides a sequence of tokens that all have targets, and here is {kind}; leave it out"
+            why = f"{mesh.context} divides one sequence of tokens that all have targets, and here is none; leave it out"
             raise ConfigError(Problem("", "parallel.context", why))
         objective = objective.aligned()
     if loss_chunk is not None:
@@ -422,9 +393,7 @@ def build_engine(
     """Return the engine of a model. All ranks together.
 
     Args:
-        source: The training samples.
-        objective: The objective as the user stated it.
-        computed: The same as a rank computes it.
+        computed: `objective` as a rank computes it.
         masks: Makes a context for each forward of the model, in addition to autocast.
 
     Raises:
@@ -433,7 +402,7 @@ def build_engine(
     sharding, position, model = made.sharding, made.position, made.sharding.state.model
     autocast = _both(_autocast(config, plan, world), masks)
     draws = keyed_draws(config, plan, made, world)
-    few = cache(lambda: next(evaluation_batches(source, 2, 0, 1, Loader(), world.device)))
+    few = cache(lambda: first_batch(source, 2, world.device))
     check_tensor_plan = partial(_check_tensor_plan, made, config.parallel.tensor_parallel, world, few, objective)
     if made.stages is not None:
         from lockstep.engine.pipeline import PipelineEngine
@@ -493,21 +462,14 @@ def _autocast(config: Config, plan: Plan, world: World) -> Callable[[], Abstract
 
 
 def consensus_of(world: World, loss_sum: Callable[[], Tensor] | None) -> Consensus:
-    """Return the vote on the rank's device.
-
-    Args:
-        loss_sum: As of `Sharding`.
-    """
+    """Return the vote on the rank's device; `loss_sum` as of `Sharding`."""
     if world.device.type == "cpu":
         return HostConsensus(world.axis, loss_sum)
     return DeviceConsensus(world.axis, world.device, loss_sum)
 
 
 def keyed_draws(config: Config, plan: Plan, made: Parallelized, world: World) -> KeyedDraws:
-    """Return the random draws of forwards, keyed by micro-batch; in an invariant run its number counts all ranks.
-
-    Ranks that share a sequence draw differently for their parts of it.
-    """
+    """Return the random draws of forwards, keyed by micro-batch and by a rank's part of a shared sequence."""
     position = made.position
     if config.run.determinism == "invariant":
         first = partial(plan.batch.share, rank=position.share)
@@ -525,12 +487,7 @@ def _check_tensor_plan(
     objective: EvaluatedObjective,
     forwards: Sequence[Callable[[Batch], object]],
 ) -> None:
-    """Raise ConfigError if the model computes something else under its tensor plan. All ranks together.
-
-    Args:
-        few: Returns the samples to check with.
-        forwards: The forward of the whole model, or of each of this rank's stages.
-    """
+    """Raise ConfigError if the model, or one of this rank's stages, computes something else under its tensor plan."""
     model = made.sharding.state.model
     is_own_plan = isinstance(model, Transformer) and options.plan == "auto"
     if made.tensor is None or made.tensor.group is None or is_own_plan:

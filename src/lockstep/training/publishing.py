@@ -3,9 +3,8 @@
     small    model.safetensors
     large    model-00001-of-00004.safetensors, ...        model.safetensors.index.json: name -> file
 
-The tensors of one file are gathered, one at a time, and written before those of the next. The other ranks wait for the
-disk without a time limit. The folder is written under another name and exchanged with the old one: it is the old one or
-the new one.
+The tensors of one file are gathered and written before those of the next. The folder is written under another name and
+exchanged with the old one.
 """
 
 from __future__ import annotations
@@ -28,12 +27,7 @@ from lockstep.core.errors import RunFailed
 from lockstep.core.files import flush
 from lockstep.distributed.collectives import from_first_rank
 from lockstep.models.blocks import repeated_blocks
-from lockstep.models.transformers_models import (
-    converts_weights,
-    is_transformers_model,
-    own_classes,
-    quiet,
-)
+from lockstep.models.transformers_models import converts_weights, is_transformers_model, own_classes, quiet
 from lockstep.training.session import components_of, evaluation_weights
 from lockstep.training.weights import (
     FILE,
@@ -56,9 +50,7 @@ if TYPE_CHECKING:
     from lockstep.training.session import Session
 
 _log = logging.getLogger("lockstep")
-MAX_FILE_BYTES = 5 * 10**9
-"""A model of more bytes is written in several files, as the transformers library's `max_shard_size` does by default in
-versions before 5."""
+MAX_FILE_BYTES = 5 * 10**9  # the default max_shard_size of the transformers library before version 5
 
 
 def publish(session: Session, folder: Callable[[], Path]) -> Path:
@@ -68,7 +60,7 @@ def publish(session: Session, folder: Callable[[], Path]) -> Path:
         folder: Returns the run's folder; called on the first rank.
 
     Raises:
-        RunFailed: On all ranks alike: the tensors aren't all of the model's, or a disk is full or not writable.
+        RunFailed: On all ranks: tensors are missing, or a disk is full or not writable.
     """
     components = components_of(session)
     axis, state = components.world.axis, components.sharding.state
@@ -107,11 +99,7 @@ def _begin(folder: Callable[[], Path]) -> tuple[Path, Path]:
 
 
 def plan_files(groups: Sequence[Sequence[str]], specs: Mapping[str, Spec]) -> dict[str, list[str]]:
-    """Divide a model into files of about equal bytes; return the tensors of each, by its name.
-
-    Args:
-        groups: Names that stay together in one file, in the order of the model.
-    """
+    """Divide a model into files of about equal bytes; return the tensors of each by its name. Groups stay together."""
     sizes = [sum(bytes_of(specs[name]) for name in group) for group in groups]
     total, before = sum(sizes), 0.0
     number = max(1, -(-total // MAX_FILE_BYTES))
@@ -172,11 +160,7 @@ def write_file(model: Any, expected: ModelTensors, file: Path, tensors: dict[str
 
 
 def _complete(components: Components, hashes: Mapping[str, str], size: int, new: Path, target: Path) -> None:
-    """Check what was written; add the index, the list of hashes and the tokenizer; exchange the folders.
-
-    Args:
-        size: Bytes of all tensors.
-    """
+    """Check what was written; add the index, the list of hashes and the tokenizer; exchange the folders."""
     model: Any = components.sharding.state.model
     with _as_run_failed(target):
         if len(hashes) > 1:
@@ -206,7 +190,5 @@ def write_report(folder: Path) -> None:
     """Write the run's page. One that can't be written must not fail a run that is finished."""
     try:
         importlib.import_module("lockstep.report").write_report(folder)  # by name: it is in a layer above this one
-    except RunFailed as failure:
-        _log.warning("%s", failure)
     except Exception as error:  # for example, an installation that was replaced meanwhile
         _log.warning("the report could not be written: %s: %s", type(error).__name__, error)

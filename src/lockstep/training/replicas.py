@@ -5,9 +5,8 @@
     each rank    the bits of such a part, summed on its device          --> one number for each tensor
     all ranks    numbers gathered, hashed                               --> alike? else: which ranks are in the minority
 
-Buffers that a forward changes differ between ranks by design, and what only one rank holds has nothing to be compared
-with: under `fsdp` and ZeRO 3 without replicas all, under ZeRO 1 and 2 the optimizer's state. Ranks of one matrix
-(`parallel.tensor`) compute what they all hold each for itself, and are not compared with each other.
+Buffers that a forward changes differ by design, and what only one rank holds has nothing to be compared with: under
+`fsdp` and ZeRO 3 without replicas all. Ranks of one matrix (`parallel.tensor`) are not compared with each other.
 """
 
 from __future__ import annotations
@@ -39,12 +38,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A difference between copies of a part.
-
-    Attributes:
-        text: Which ranks hold other copies than the others, and in which tensors.
-        ranks: Those of the minority; empty: there is no majority.
-    """
+    """A difference between copies of a part as text, and the ranks of the minority, empty without a majority."""
 
     text: str
     ranks: tuple[int, ...] = ()
@@ -64,7 +58,7 @@ def refuse_bad_state(components: Components, step: int, since: int) -> None:
 
     Raises:
         ReplicasDiffer: Copies that ranks hold of the same part differ.
-        StateNotFinite: A trained parameter, or what the optimizer keeps for it, isn't finite.
+        StateNotFinite: A trained parameter, or its optimizer state, isn't finite.
     """
     fault, held = difference(components), components.sharding.state
     if fault is not None:
@@ -77,9 +71,8 @@ def refuse_not_finite(name: str | None, when: str) -> None:
     """Raise StateNotFinite if there is a tensor that isn't finite."""
     if name is not None:
         raise StateNotFinite(
-            f"{name} isn't finite {when}, which is not because of samples: the optimizer's step has made it so (an eps "
-            "of 0, a rate that is too large), or memory that corrupts data. It isn't saved: the run continues from the "
-            "newest checkpoint before"
+            f"{name} isn't finite {when}, and isn't saved: the optimizer's step has made it so (an eps of 0, a rate "
+            "that is too large), or memory that corrupts data; the run continues from the newest checkpoint before"
         )
 
 
@@ -151,12 +144,7 @@ def bit_sums(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _named(copies: Mapping[int, str], numbers: Mapping[int, Mapping[str, int]]) -> Difference:
-    """Return the difference between copies of which at least two differ.
-
-    Args:
-        copies: The hash of each rank's copy.
-        numbers: The numbers of each rank's tensors.
-    """
+    """Return the difference between copies, given the hash of each rank's, and the numbers of its tensors."""
     by_copy: dict[str, list[int]] = defaultdict(list)
     for rank, copy in copies.items():
         by_copy[copy].append(rank)

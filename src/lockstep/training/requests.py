@@ -1,7 +1,6 @@
-"""The requests of a rank in votes: an evaluation or a save by the clock.
+"""Requests by the clock for an evaluation or a save: rank 0 makes them, and all ranks act after the same update.
 
-steps, samples, tokens, epochs    no request: they follow from the progress, which all ranks share
-minutes                           the first rank requests, and all ranks act after the same update
+Intervals in steps, samples, tokens and epochs need no request: they follow from the progress, which all ranks share.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ if TYPE_CHECKING:
     from lockstep.config.every import Every
     from lockstep.core.progress import Progress
 
-_LOST_AFTER = 16  # updates after which a request that isn't followed was lost with the vote that it was for
+_LOST_AFTER = 16  # updates after which a request that isn't followed was lost with its vote
 
 
 class OpenRequest:
-    """A request by the clock, made once until it is followed: a vote, and on a GPU its result, come an update later."""
+    """A request by the clock, made once until it is followed: votes, and on GPUs their results, come an update late."""
 
     def __init__(self) -> None:
         self._updates_left = 0
@@ -41,13 +40,7 @@ class OpenRequest:
 
 
 class Trigger:
-    """Decides after which updates an evaluation or a save follows.
-
-    Args:
-        every: None for never, unless a rank requests it.
-        request: how ranks request it from each other.
-        rank: of this process; the clock of the first one counts.
-    """
+    """Decides after which updates an evaluation or a save follows; without `every`, only after requested ones."""
 
     def __init__(self, every: Every | None, request: Request, epoch_samples: int, rank: int) -> None:
         self._every = every
@@ -68,11 +61,7 @@ class Trigger:
         return (self._request,) if self._open.is_made(due=is_due) else ()
 
     def follows(self, before: Progress, now: Progress, requests: Collection[Request] = ()) -> bool:
-        """Return whether it follows the update between `before` and `now`.
-
-        Args:
-            requests: those that all ranks have received since the update before.
-        """
+        """Return whether it follows the update between `before` and `now`, or was requested of all ranks."""
         if self._request in requests:
             return True
         every = self._every

@@ -1,7 +1,6 @@
 """The save after an exception: the state after the last finished update is saved before the run ends.
 
-exception in a dataset, an objective, a custom loop --> saved, if the state is consistent --> the exception
-sys.exit(), Ctrl-C                                  --> saved, if the state is consistent --> the same exit code
+An exception in user code, sys.exit() and Ctrl-C end the run as they would without it, once the state is saved.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lockstep.checkpoint.memory_saving import MemorySaver
 from lockstep.checkpoint.saving import Saver, StepMetadata, failure_reason
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
-from lockstep.core.errors import Rescued, Stopped, blames_a_peer
+from lockstep.core.errors import Rescued, Stopped
 from lockstep.core.phase_clock import Phase
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.terminal import echo
@@ -26,49 +23,21 @@ from lockstep.distributed import generators
 from lockstep.distributed.collectives import LocalGroup
 from lockstep.distributed.rounds import poll
 from lockstep.strategies.registry import find_strategy
-from lockstep.training.memory_snapshots import snapshots_in
-from lockstep.training.session import components_of, rescue
+from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
-    import torch
-
-    from lockstep.checkpoint.saving import RunMetadata
     from lockstep.checkpoint.storage import Storage
     from lockstep.core.records import SaveReport, TrainingState
-    from lockstep.training.components import FailureState
     from lockstep.training.session import Session
-_OTHER_WRITES_S = 30.0  # for another rank to write the state that all have
-
-
-def save_whole(
-    memory: Path, state: TrainingState, metadata: StepMetadata, run: RunMetadata, device: torch.device
-) -> bool:
-    """Save a state without a collective; return whether it is in memory. Of several ranks that do, one writes."""
-    storage, name = snapshots_in(memory, run.run), checkpoint_name(metadata.step)
-    try:
-        Path(storage.place).mkdir(exist_ok=True)  # this may be the first snapshot
-        with storage.try_lock(f"whole-{name}") as is_first:
-            if is_first and name not in storage.names():
-                saver = MemorySaver(storage.with_separate_drafts(), LocalGroup(), device, run)
-                saver.start(state, metadata, time.perf_counter())
-                saver.finish()
-            seconds = 0.0 if is_first else _OTHER_WRITES_S
-            return poll(lambda: name in storage.names(), time.monotonic() + seconds)
-    except OSError:  # memory is full
-        return False
 
 
 @contextmanager
 def rescuing(session: Session, *excluded: type[Exception]) -> Iterator[None]:
-    """Save the session's state when an exception leaves the block; a note on the exception states where.
-
-    Args:
-        excluded: exceptions after which nothing is saved.
-    """
+    """Save the session's state when an exception leaves the block, except after `excluded`; a note on it says where."""
     try:
         yield
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        outcome = None if isinstance(error, (Stopped, *excluded)) else rescue(session, error)
+        outcome = None if isinstance(error, (Stopped, *excluded)) else session.saves.rescue(error)
         if outcome is not None:
             error.add_note(Rescued(outcome))
             if isinstance(error, SystemExit) and not started_by_lockstep(os.environ):  # nothing else prints it
@@ -82,42 +51,34 @@ class Rescue:
 
     Attributes:
         metadata: Describes a state, for its manifest.
-        best: step of the best state if its save is in progress. A later state can't be saved before that one.
-        memory: the launcher's folder for snapshots; None: there is none.
+        best: step of the best state if its save is in progress, which a later state must not overtake.
     """
 
     session: Session
     storage: Storage
     saver: Saver
-    failure_state: FailureState
     metadata: Callable[[TrainingState], StepMetadata]
     best: int | None
-    memory: Path | None
 
-    def save(self, error: BaseException) -> str:
+    def save(self) -> str:
         """Save the state, and return what to report.
 
         Where all ranks know of the failure, they save together. Otherwise a rank that holds the whole state saves it
-        alone; where ranks hold parts, the run resumes from the newest snapshot or checkpoint. A rank that has lost a
-        peer saves in its launcher's memory, from which the next round resumes: that is faster.
+        alone; where ranks hold parts, nothing is saved.
         """
         step, place = self.session.progress.steps, self.storage.place
         try:
-            if blames_a_peer(error) and self._save_in_memory():
-                return f"the state after step {step:,} is in the launcher's memory"
             with components_of(self.session).world.clock.phase(Phase.SAVE):  # the watch gives a save more time
                 failure = self._save()
         except Exception as another:
             failure = failure_reason(another)
         if failure is None:
             return f"the state after step {step:,} is saved in {place}; start it again to continue"
-        newest = max(self._saved_steps(), default=None)
-        kept = f"; the newest checkpoint is that of step {newest:,}" if newest is not None else ""
-        return f"the state after step {step:,} could not be saved: {failure}{kept}"
+        return f"the state after step {step:,} could not be saved: {failure}"
 
     def _save(self) -> str | None:
         """Return why nothing could be saved; None if the checkpoint exists."""
-        together = self.failure_state.fails_together
+        together = self.session.failure_state.fails_together
         inconsistency = self._inconsistency()
         if not together and not self._has_whole_state():
             return "it is sharded over ranks, and not all of them have failed"
@@ -125,7 +86,7 @@ class Rescue:
             self.saver.finish()
         else:
             self.saver.abandon()
-        if self._is_saved():
+        if self.session.progress.steps in self._saved_steps():
             return None
         if (missing := self._missing_best()) is not None:
             return missing
@@ -133,17 +94,8 @@ class Rescue:
             return inconsistency
         return self._save_together() if together else self._save_alone()
 
-    def _save_in_memory(self) -> bool:
-        """Return whether this rank has the whole state, and it is in memory now."""
-        if self.failure_state.fails_together or not self._has_whole_state() or self._inconsistency() is not None:
-            return False
-        if self.memory is None or self._is_saved() or self._missing_best() is not None:
-            return False
-        state, device = self.session.state(synchronized=False), components_of(self.session).world.device
-        return save_whole(self.memory, state, self.metadata(state), self.saver.run_metadata, device)
-
     def _inconsistency(self) -> str | None:
-        return self.failure_state.inconsistency(components_of(self.session).sharding.state.model)
+        return self.session.failure_state.inconsistency(components_of(self.session).sharding.state.model)
 
     def _has_whole_state(self) -> bool:
         """Return whether this rank has the whole state, and no part of it differs between ranks."""
@@ -155,19 +107,11 @@ class Rescue:
         return not own and not components.sharding.state.live_state().changes_in_forward
 
     def _saved_steps(self) -> Collection[int]:
-        try:
-            return names_by_step(self.storage.names()).keys()
-        except OSError:
-            return ()
-
-    def _is_saved(self) -> bool:
-        return self.session.progress.steps in self._saved_steps()
+        return names_by_step(self.storage.names()).keys()
 
     def _missing_best(self) -> str | None:
         """Return why the state can't be saved if the save of an earlier state, which is the best, has not ended."""
-        if self.best is None or self.best in self._saved_steps():
-            return None
-        if self.best == self.session.progress.steps:
+        if self.best in (None, self.session.progress.steps) or self.best in self._saved_steps():
             return None
         return f"the best state, that of step {self.best:,}, was still being saved, and has to be saved first"
 
@@ -191,6 +135,5 @@ class Rescue:
                 saver.finish()
                 return next((report.failure for report in saver.outcomes()), None)
         until = time.monotonic() + components.config.launch.timeout
-        while time.monotonic() < until and self.storage.has_marker(name):
-            time.sleep(0.05)
+        poll(lambda: not self.storage.has_marker(name), until)
         return None if name in self.storage.names() else "another rank could not save it"

@@ -5,13 +5,10 @@ shared by all ranks? --> no other run saves there? --> newest checkpoint that ve
 
 from __future__ import annotations
 
-import difflib
 import json
-import math
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -22,21 +19,22 @@ from lockstep.checkpoint.loading import LoadedCheckpoint, load_newest, move_newe
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.storage import MANIFEST, names_by_step
 from lockstep.config.writing import to_public
-from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
+from lockstep.core.errors import ConfigError, Failure, RunFailed
 from lockstep.core.failure_kinds import FailureKind
+from lockstep.core.formatting import listed
 from lockstep.core.progress import Progress
 from lockstep.core.records import LeftOutSample
+from lockstep.distributed.rounds import poll
 from lockstep.monitor.jsonl import finite
-from lockstep.plan.schedule import LENGTHS, fraction_done, horizon
 from lockstep.training.ledger import Segment, segments_in
-from lockstep.training.session import Session, components_of
+from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.manifest import Manifest
     from lockstep.checkpoint.storage import ReadableStorage, Storage
-    from lockstep.config.schema import Config, Run
-    from lockstep.core.protocols import Axis, EvaluatedObjective
+    from lockstep.config.schema import Config
+    from lockstep.core.protocols import Axis
     from lockstep.distributed.process_group import World
+    from lockstep.training.session import Session
 
 _DATA = {
     "fingerprint": "the fingerprint of data.train",
@@ -47,83 +45,50 @@ _RUN_KEYS = (
     "model", "objective", "data.train", "data.shuffle", "data.drop_last", "run.seed", "optim.name", "transforms",
 )  # fmt: skip
 _CACHED = 60.0  # seconds for which a client of a network file system may remember that a name doesn't exist
-_PAUSE = 0.5
-
-
-class _Discards(BaseModel):
-    discarded: int
-    in_a_row: int
-    idle: int
-    recent: list[tuple[int, float, float]] = []
-
-
-class _Sharding(BaseModel):
-    optimizer: dict[str, dict[str, Any]]
-    groups: list[dict[str, Any]]
-    own: dict[str, dict[str, Any]] = {}
-    recast: list[str] = []
-
-
-class _Data(BaseModel):
-    fingerprint: str
-    samples: int
-
-
-class EarlyStoppingState(BaseModel):
-    """The state of `monitor.early_stopping`.
-
-    Attributes:
-        best: The best value so far; None: there was no finite one.
-        step: The number of updates before its evaluation.
-        waited: Evaluations since then.
-    """
-
-    metric: str
-    best: float | None = None
-    step: int = 0
-    waited: int = 0
 
 
 class _State(BaseModel):
-    """The state that `Session.state` and `Checkpoints.save` write, as far as a resuming run needs it."""
+    """The state in a manifest: what `Session.state` and `Checkpoints.save` write. Components check their own parts."""
 
     progress: Progress
     loss_scale: dict[str, float]
-    patience: _Discards
+    patience: dict[str, Any]
     seconds: float
     ledger: list[Segment]
-    sharding: _Sharding
-    data: _Data
+    sharding: dict[str, Any]
+    data: dict[str, Any]
     best: float | None = None
-    early_stopping: EarlyStoppingState | None = None
+    early_stopping: dict[str, Any] | None = None
     evaluation_due: bool = False
     left_out: list[LeftOutSample] = []
 
 
 def check_state(manifest: Manifest) -> list[str]:
-    """Return the tensors to which forwards have given another dtype.
-
-    Raises:
-        CorruptCheckpoint: No run can resume from the manifest's state, tensors aside.
-    """
+    """Return the tensors to which forwards have given another dtype. Raises CorruptCheckpoint for an invalid state."""
     try:
         state = _State.model_validate_json(json.dumps(manifest.state), strict=True)
         progress = Progress(**manifest.state["progress"])
         segments_in(manifest.state["ledger"])
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        key = ".".join(map(str, first["loc"]))[:200]
-        raise CorruptCheckpoint(MANIFEST, f"its state is invalid: {key}: {first['msg'][:200]}") from None
-    except TypeError as error:  # an unknown field
-        raise CorruptCheckpoint(MANIFEST, f"its state is invalid: {error}") from None
+        recast = [f"model.{name}" for name in state.sharding.get("recast", ())]
+    except (ValidationError, TypeError) as error:  # TypeError: an unknown field
+        raise _invalid(error) from None
     expected = Progress(manifest.step, manifest.samples, manifest.tokens)
     if progress != expected:
         raise CorruptCheckpoint(MANIFEST, f"its state contradicts it: {progress} there, {expected} here")
-    return [f"model.{name}" for name in state.sharding.recast]
+    return recast
+
+
+def _invalid(error: Exception) -> CorruptCheckpoint:
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        why = f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg'][:200]}"
+    else:
+        why = f"{type(error).__name__}: {error}"
+    return CorruptCheckpoint(MANIFEST, f"its state is invalid: {why}")
 
 
 def epoch_samples_in(manifest: Manifest) -> int:
-    """Return how many samples an epoch of the run has; 1 if the manifest has no record of it."""
+    """Return how many samples an epoch of the run has; 1 if the manifest doesn't say."""
     data = manifest.state.get("data")
     samples = data.get("epoch_samples") if isinstance(data, dict) else None
     return samples if isinstance(samples, int) and samples > 0 else 1
@@ -133,17 +98,13 @@ def changes(manifest: Manifest, config: Config, data: Mapping[str, Any]) -> list
     """Return how this run's data, model and seed differ from those of the saved run, one line each.
 
     Args:
-        data: what identifies that of this run.
+        data: identifies this run's data.
     """
     current = finite(to_public(config))
-    lines = []
-    for key in _RUN_KEYS:
-        then, now = _value(manifest.config, key), _value(current, key)
-        if then != now:
-            lines += _differences(key, then, now)
-    then, now = _value(manifest.config, "schedule.kind"), _value(current, "schedule.kind")
-    if then == "given" != now:  # a schedule of the config may be changed; one that was passed was only forgotten
-        lines += _differences("schedule.kind", then, now)
+    keys = [*_RUN_KEYS]
+    if _value(manifest.config, "schedule.kind") == "given":  # one that was passed in Python was perhaps forgotten
+        keys.append("schedule.kind")
+    lines = [line for key in keys for line in _differences(key, _value(manifest.config, key), _value(current, key))]
     saved = manifest.state.get("data", {})
     if not any(line.startswith("data.") for line in lines):
         lines += [
@@ -162,9 +123,12 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _differences(key: str, then: Any, now: Any) -> list[str]:
+    if then == now:
+        return []
     if isinstance(then, Mapping) and isinstance(now, Mapping):
-        names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-        return [line for name in names for line in _differences(f"{key}.{name}", then.get(name), now.get(name))]
+        return [
+            line for name in {**then, **now} for line in _differences(f"{key}.{name}", then.get(name), now.get(name))
+        ]
     return [f"{key}: {json.dumps(then)} then, {json.dumps(now)} now"]
 
 
@@ -177,7 +141,7 @@ class Resume:
         step: of the checkpoint to resume from; None: the newest.
         origin: storage of another run, from whose checkpoint this one starts as a fork; None: its own.
         accept_changes: resume although data, model or seed differ.
-        until: the run resumes from this step at the latest; None: from any.
+        until: the latest step to resume from; None: any.
     """
 
     fresh: bool = False
@@ -188,10 +152,7 @@ class Resume:
 
 
 def a_checkpoint_follows(storage: Callable[[], Storage], memory: Storage | None, world: World) -> bool:
-    """Return whether there are checkpoints, or snapshots in memory; the same on all ranks.
-
-    The first rank decides: ranks that decided alone would wait in different collectives where a host sees no files.
-    """
+    """Return whether there are checkpoints, or snapshots in memory. Rank 0 looks, since a host may see no files."""
     is_there = False
     if world.rank == 0:
         with suppress(OSError, Failure):
@@ -199,30 +160,8 @@ def a_checkpoint_follows(storage: Callable[[], Storage], memory: Storage | None,
     return cast("bool", world.axis.broadcast(is_there))
 
 
-class _AllSums(defaultdict[str, float]):
-    """Sums that have every name: which ones an objective will have is known when it has evaluated."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-
-def refuse_unknown_metric(objective: EvaluatedObjective, evaluation_sets: Iterable[str], key: str, name: str) -> None:
-    """Raise ConfigError if no evaluation will have the metric that a key of the config names."""
-    try:
-        metrics = list(objective.metrics(1.0, 1.0, _AllSums(lambda: 1.0)))
-    except Exception:  # a user's objective may need more than these values
-        metrics = [name.rpartition(".")[2]]
-    known = [f"{evaluation}.{metric}" for evaluation in evaluation_sets for metric in metrics]
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known) or 'no evaluation sets'}"
-        raise ConfigError(Problem("", key, f"no evaluation will have {name}; {hint}"))
-
-
 def refuse_local_storage(storage: Storage, axis: Axis, timeout: float) -> None:
-    """Raise ConfigError if some ranks don't see what rank 0 writes: each host would hold a part of each checkpoint.
-
-    Rank 0 writes first. The others look again for a minute.
+    """Raise ConfigError if some ranks don't see, within a minute, what rank 0 writes: each host would keep a part.
 
     Args:
         timeout: Seconds that ranks wait for each other.
@@ -234,23 +173,13 @@ def refuse_local_storage(storage: Storage, axis: Axis, timeout: float) -> None:
             seen = axis.gather(True)
     else:
         axis.barrier()
-        seen = axis.gather(_sees(storage, token, min(_CACHED, timeout / 2)))
+        seen = axis.gather(poll(lambda: storage.has_marker(token), time.monotonic() + min(_CACHED, timeout / 2)))
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if blind:
-        ranks = ", ".join(map(str, blind[:8])) + (", ..." if len(blind) > 8 else "")
         raise ConfigError(
-            f"ranks {ranks} don't see what rank 0 has written to {storage.place}; "
+            f"ranks {listed([str(rank) for rank in blind], 8)} don't see what rank 0 has written to {storage.place}; "
             f"give checkpoint.folder one that all hosts share"
         )
-
-
-def _sees(storage: Storage, token: str, limit: float) -> bool:
-    until = time.monotonic() + limit
-    while not storage.has_marker(token):
-        if time.monotonic() >= until:
-            return False
-        time.sleep(_PAUSE)
-    return True
 
 
 def lock_storage(storage: Storage, axis: Axis) -> None:
@@ -270,54 +199,31 @@ def set_back(storage: Storage, axis: Axis, step: int, broken: Mapping[str, str])
     return [f"renamed to {path}" for path in paths]
 
 
-def _other_rate(session: Session, manifest: Manifest) -> list[str]:
-    """Return a note if the learning rate changes because the run is longer or shorter than it was to be."""
-    components, progress = components_of(session), session.progress
-    config, facts = components.config, components.source.facts
-    now = config.run.model_dump(mode="json")
-    then = {**now, **{length: manifest.config.get("run", {}).get(length) for length in LENGTHS}}
-    if then == now:
-        return []
-
-    def rate(run: Run) -> float:
-        steps = horizon(run, config.batch.global_size, facts, config.data.drop_last)
-        return components.rate(fraction_done(run, progress, components.plan.epoch_samples), progress.steps, steps)
-
-    before, after = rate(type(config.run).model_validate(then)), rate(config.run)
-    if math.isclose(before, after, rel_tol=1e-3):
-        return []
-    lengths = [f"run.{key}: {run[key]}" for run in (then, now) for key in LENGTHS if run[key] is not None]
-    return [
-        f"the learning rate changes from {before:.4g} to {after:.4g}: its schedule was for {lengths[0]}, and is now "
-        f"for {lengths[1]}; to stay at {before:.4g}: schedule.kind: constant, optim.lr: {before:.4g}"
-    ]
-
-
 def restore(
     session: Session, origin: ReadableStorage, resume: Resume, data: Mapping[str, Any]
 ) -> tuple[LoadedCheckpoint, list[str]] | None:
-    """Restore the session from the newest checkpoint that is usable, or from that of `resume.step`.
+    """Restore the session from the newest usable checkpoint, or from that of `resume.step`; None: there is none.
 
     A manifest with the right hash may hold an invalid state: then the checkpoint before it is used.
 
     Args:
-        data: what identifies that of this run.
+        data: identifies this run's data.
 
     Returns:
-        The checkpoint, and notes for the user; None: there is no checkpoint.
+        The checkpoint, and notes for the user.
 
     Raises:
         ConfigError: the checkpoint is of a run with other data, model or seed.
         RunFailed: no checkpoint can be read.
     """
     config = components_of(session).config
-    invalid: dict[int, str] = {}
+    invalid: dict[int, CorruptCheckpoint] = {}
     differences: list[str] = []
 
     def check(manifest: Manifest) -> Collection[str]:
         recast = check_state(manifest)
         if manifest.step in invalid:
-            raise CorruptCheckpoint(MANIFEST, invalid[manifest.step])
+            raise invalid[manifest.step]
         differences[:] = changes(manifest, config, data)
         if differences and not resume.accept_changes:
             listed = "".join(f"\n  {line}" for line in differences)
@@ -329,29 +235,18 @@ def restore(
             )
         return recast
 
-    while (loaded := _load(session, origin, resume, check)) is not None:
+    axis = components_of(session).world.axis
+    while (loaded := load_newest(origin, axis, session.state(), resume.step, check, resume.until)) is not None:
         step = loaded.manifest.step
         try:
             session.restore(loaded.state)
         except (AttributeError, TypeError, LookupError, ValueError) as error:
-            invalid[step] = f"its state is invalid: {type(error).__name__}: {error}"
+            invalid[step] = _invalid(error)
             continue
         notes = [
             f"resumes from step {step:,} ({loaded.manifest.samples:,} samples)",
             *(f"{name} could not be used: {why}" for name, why in loaded.broken.items()),
             *(f"resumes although this changed: {line}" for line in differences),
-            *_other_rate(session, loaded.manifest),
         ]
         return loaded, notes
     return None
-
-
-def _load(
-    session: Session, origin: ReadableStorage, resume: Resume, check: Callable[[Manifest], Collection[str]]
-) -> LoadedCheckpoint | None:
-    try:
-        return load_newest(origin, components_of(session).world.axis, session.state(), resume.step, check, resume.until)
-    except RunFailed as error:
-        if resume.origin is not None:
-            raise
-        raise RunFailed(f"{error}\n--fresh starts over (in Python: fresh=True)", kind=error.kind) from error

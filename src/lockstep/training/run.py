@@ -1,11 +1,8 @@
 """A whole run on one rank: the loop, with its evaluations, saves and monitors.
 
-an evaluation that was due in the attempt before, and that it didn't finish
-each update:    requests of monitors, signals and clocks reach all ranks with the next vote
+each update: requests of monitors, signals and clocks reach all ranks with the next vote
     monitors see its report --> evaluate? --> save? --> stop?
-evaluate --> save --> results
-
-On an accelerator a report comes one update late, unless something follows its update.
+at the end: evaluate --> save --> results
 """
 
 from __future__ import annotations
@@ -20,16 +17,16 @@ from lockstep.core.errors import Paused, ReplicasDiffer, RolledBack, RunFailed, 
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.distributed.process_group import is_timeout
-from lockstep.distributed.user_collectives import print_once
 from lockstep.resilience.notices import watched_notice
 from lockstep.resilience.signals import RunSignals, run_signals
 from lockstep.resilience.verdicts import NoTargets, NothingLearned
-from lockstep.training.bad_updates import RollbackDue, recorded
+from lockstep.training.bad_updates import RollbackDue
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.evaluate import EvaluationStopped
 from lockstep.training.replicas import CORRUPTED, StateNotFinite, difference
 from lockstep.training.rescue import rescuing
-from lockstep.training.session import Session, bad_updates_of, components_of, reports_of, seconds_of, updates_of
+from lockstep.training.rollbacks import recorded
+from lockstep.training.session import Session, components_of, updates_of
 
 if TYPE_CHECKING:
     from lockstep.core.progress import Progress
@@ -37,7 +34,6 @@ if TYPE_CHECKING:
     from lockstep.monitor.profiler import Profiler
     from lockstep.training.monitoring import UserLogs
 
-_CAUSE = f"{CORRUPTED}; the checkpoints were compared before they were saved"
 _LAST_REPORT_S = 30.0
 _FOLLOWED = (Request.EVALUATE, Request.SAVE, Request.STOP, Request.PAUSE, Request.SNAPSHOT)
 """Requests for something that follows the update in which all ranks receive them."""
@@ -45,11 +41,7 @@ _FOLLOWED = (Request.EVALUATE, Request.SAVE, Request.STOP, Request.PAUSE, Reques
 
 @dataclass(slots=True)
 class ReplicaCheck:
-    """Compares the replicas of a session's state.
-
-    Attributes:
-        every: Updates between two comparisons; None: none are compared.
-    """
+    """Compares the replicas of a session's state; `every` is the updates between two comparisons, None: never."""
 
     session: Session
     every: int | None
@@ -61,17 +53,13 @@ class ReplicaCheck:
             self.compare()
 
     def compare(self) -> None:
-        """Compare now, before a save, unless that was done after this update; all ranks together.
-
-        Raises:
-            ReplicasDiffer: Copies of a part differ.
-        """
+        """Compare before a save, unless that was done after this update; all ranks together. Raises ReplicasDiffer."""
         components, step = components_of(self.session), self.session.progress.steps
         if self.every is None or components.world.size == 1 or self._compared_at == step:
             return
         self._compared_at = step
         if (fault := difference(components)) is not None:
-            raise ReplicasDiffer(f"step {step:,}: {fault.text}; {_CAUSE}", fault.ranks)
+            raise ReplicasDiffer(f"step {step:,}: {fault.text}; {CORRUPTED}", fault.ranks)
 
 
 class SaveFailed(RunFailed):
@@ -87,7 +75,7 @@ class Results:
     Attributes:
         last: report of the last update; None if the run made none.
         evaluations: the last report of each evaluation set.
-        seconds: of the whole run over all its attempts, evaluations included.
+        seconds: of the whole run over all its attempts.
         stopped_early: why it ended before its length; None: it did not.
     """
 
@@ -99,16 +87,12 @@ class Results:
 
 
 def run(
-    session: Session,
-    monitor: Monitor,
-    checkpoints: Checkpoints,
-    user_logs: UserLogs,
-    profiler: Profiler,
+    session: Session, monitor: Monitor, checkpoints: Checkpoints, user_logs: UserLogs, profiler: Profiler
 ) -> Results:
     """Train, evaluate and save as configured, from the session's progress to the end.
 
     Raises:
-        Paused: a rank was asked to stop; all ranks have stopped after the same update, and its state is saved.
+        Paused: all ranks were asked to stop after the same update, and its state is saved.
         SaveFailed: the last save failed.
         NothingLearned, NoTargets: it has learned nothing, or no longer.
     """
@@ -141,19 +125,14 @@ def run(
                 raise Paused(
                     f"stopped at step {session.progress.steps:,}, as requested, and saved; start it again to resume"
                 )
-    evaluations, seconds = checkpoints.evaluations, seconds_of(session)
+    evaluations, seconds = checkpoints.evaluations, session.seconds
     stopped_early = "a monitor requested it" if loop.is_ended else evaluations.early_stopping.reason
     return Results(session.progress, loop.last, evaluations.reports, seconds, stopped_early)
 
 
 @dataclass(slots=True)
 class _Loop:
-    """Runs what follows each update: monitors, evaluations, saves.
-
-    Attributes:
-        last: the last report that was seen.
-        is_ended: whether a monitor has ended the run before its length.
-    """
+    """Runs what follows each update; `is_ended`: a monitor has ended the run before its length."""
 
     session: Session
     monitor: Monitor
@@ -163,15 +142,10 @@ class _Loop:
     signals: RunSignals
     replicas: ReplicaCheck
     last: StepReport | None = None
-    warned_of_grace: bool = False
     is_ended: bool = False
 
     def train(self) -> bool:
-        """Train to the run's end, or until it stops early or as requested; return whether a request stopped it, saved.
-
-        Raises:
-            EvaluationStopped: it was requested during an evaluation.
-        """
+        """Train to the run's end, or until it stops early; return whether a request stopped it, saved."""
         session, checkpoints = self.session, self.checkpoints
         evaluations, early_stopping = checkpoints.evaluations, checkpoints.evaluations.early_stopping
         if evaluations.due:  # the attempt before ended without it
@@ -189,20 +163,19 @@ class _Loop:
             if self.is_ended or early_stopping.reason is not None:
                 break
         if self.last is not None:
-            bad_updates_of(session).verdicts.refuse_untrained(self.last.step)
+            session.bad_updates.verdicts.refuse_untrained(self.last.step)
         return False
 
     def is_followed(self, before: Progress) -> bool:
-        """Return whether something is scheduled after the update that began at `before`: its report is needed first."""
-        checkpoints = self.checkpoints
-        is_scheduled = checkpoints.evaluations.due or checkpoints.is_due(before)
-        return self.session.finished or is_scheduled or checkpoints.snapshots.is_due()
+        """Return whether something that needs the report is scheduled after the update that began at `before`."""
+        is_scheduled = self.checkpoints.evaluations.due or self.checkpoints.is_due(before)
+        return self.session.finished or is_scheduled or self.checkpoints.is_snapshot_due()
 
     def see_reports(self, before: Progress) -> set[Request]:
         """Show what has arrived since the update that began at `before`; return the requests of all ranks in it."""
         session = self.session
         session.request(self.user_logs.updated(before.steps + 1))
-        return self._show(reports_of(session))
+        return self._show(session.reports)
 
     def _show(self, reports: Iterable[StepReport]) -> set[Request]:
         requests: set[Request] = set()
@@ -219,8 +192,8 @@ class _Loop:
         """Evaluate and save, if that is scheduled or requested; return whether the run stops here, saved."""
         session, checkpoints = self.session, self.checkpoints
         if not requests.isdisjoint(_FOLLOWED):
-            reports_of(session).flush()  # a request that came late: the last update's report belongs before
-            requests |= self._show(reports_of(session))
+            session.reports.flush()  # a request that came late: the last update's report belongs before
+            requests |= self._show(session.reports)
         if checkpoints.evaluations.due:
             self._evaluate()
         saves = checkpoints.evaluations.is_best or checkpoints.is_due(before, requests)
@@ -229,7 +202,7 @@ class _Loop:
         if stops or (saves and not session.finished):  # at the end, the last evaluation is saved with the state
             self.replicas.compare()
             checkpoints.save(self.report_saves)
-        if checkpoints.snapshots.is_due(requests) and not (stops or session.finished):
+        if checkpoints.is_snapshot_due(requests) and not (stops or session.finished):
             self.replicas.compare()
             checkpoints.snapshots.take()
         return stops
@@ -242,15 +215,8 @@ class _Loop:
         self.checkpoints.save(self.report_saves)
 
     def report_saves(self, ended: Iterable[SaveReport]) -> None:
-        grace = components_of(self.session).config.launch.grace
         for report in ended:
             self.monitor.saved(report)
-            if grace is not None and report.seconds > grace and not self.warned_of_grace:
-                self.warned_of_grace = True
-                print_once(
-                    f"lockstep: the save of step {report.step:,} took {report.seconds:.0f} s, and launch.grace leaves "
-                    f"{grace:g} s: a stop would keep the newest checkpoint or snapshot instead"
-                )
 
     @contextmanager
     def complete_history(self) -> Iterator[None]:
@@ -259,7 +225,7 @@ class _Loop:
             yield
         except BaseException as error:
             hangs = isinstance(error, Stopped) or blames_a_peer(error) or is_timeout(error)
-            for report in reports_of(self.session).last(0.0 if hangs else _LAST_REPORT_S):
+            for report in self.session.reports.last(0.0 if hangs else _LAST_REPORT_S):
                 self.checkpoints.evaluations.receive(report)
                 self.monitor.see(report)
             self.user_logs.show_bad_updates()
@@ -273,11 +239,11 @@ class _Loop:
 
 
 def _finish(checkpoints: Checkpoints, report_saves: Callable[[Iterable[SaveReport]], None]) -> None:
-    ended = checkpoints.finish()
-    report_saves(ended)
-    while ended and ended[-1].made_room:  # each time with one checkpoint less on the disk
-        checkpoints.save_again()
+    while True:
         ended = checkpoints.finish()
         report_saves(ended)
+        if not ended or not ended[-1].made_room:  # else with one checkpoint less on the disk
+            break
+        checkpoints.save_again()
     if ended and ended[-1].failure is not None:
         raise SaveFailed(f"the state after step {ended[-1].step:,} could not be saved: {ended[-1].failure}")

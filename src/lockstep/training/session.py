@@ -16,20 +16,18 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from lockstep.core.deferred_signals import DEFERRAL
 from lockstep.core.errors import Paused, PeerFailed, ReplicasDiffer, RunFailed, Stopped, UnusableSamples
-from lockstep.core.formatting import listed
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase
 from lockstep.core.progress import Progress, running
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
 from lockstep.distributed import generators
 from lockstep.distributed.consensus import FIRST_REQUEST, FIRST_TALLY, gradients_agree, requests_in
-from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor import metric_log
 from lockstep.optim.norms import clip_divisor
 from lockstep.plan.refusals import before_unused
@@ -38,90 +36,26 @@ from lockstep.resilience.verdicts import Verdicts, ranks_differ
 from lockstep.sharding.buffers import BufferSnapshot
 from lockstep.sharding.single import unused_parameters
 from lockstep.training.bad_updates import BadUpdates
-from lockstep.training.components import Components, FailureState, VoteParticipant
+from lockstep.training.components import FailureState, Saves
+from lockstep.training.evaluate import evaluate
 from lockstep.training.ledger import Ledger, order_of
 from lockstep.training.left_out import LeftOutSamples, with_remedy
-from lockstep.training.readback import PendingReport, Reports
+from lockstep.training.readback import PendingReport
 from lockstep.training.replicas import difference
 from lockstep.training.written_parameters import REQUIRES_GRAD, ParameterWatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.core.progress import Progress
     from lockstep.core.protocols import ObjectStore
-    from lockstep.core.records import GlobalBatch
     from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.monitor.metric_log import Logged
     from lockstep.plan.batch import BatchPlan
-    from lockstep.resilience.verdicts import Limits, Verdicts
-    from lockstep.training.checkpoints import Checkpoints
-    from lockstep.training.components import VoteParticipant
-    from lockstep.training.ledger import Ledger
-    from lockstep.training.replicas import Difference
+    from lockstep.resilience.verdicts import Limits
+    from lockstep.training.components import Components
 
 _NAMED = 3
 _MODEL = "model."  # before the names of the model's tensors in a saved state
-
-
-@dataclass(slots=True)
-class Books:
-    """The records that each update is added to.
-
-    Attributes:
-        ranks: Number of ranks in the vote.
-        difference: Returns how the ranks' copies of the state differ; all ranks together.
-        saves: Receives the sums of the ranks' finished saves.
-        began: When the run's first update began, on `time.perf_counter`'s clock.
-    """
-
-    ranks: int
-    verdicts: Verdicts
-    ledger: Ledger
-    difference: Callable[[], Difference | None]
-    saves: VoteParticipant
-    began: float
-
-    def reporter(
-        self, batch: GlobalBatch, progress: Progress, rate: float, tokens: int, limits: Limits
-    ) -> Callable[[list[float], float, bool, float, float], StepReport]:
-        """Return what makes the report of the update that led to `progress`, of its numbers."""
-
-        def report(slots: list[float], norm: float, keep: bool, scale: float, count: float) -> StepReport:
-            if self.ranks > 1 and not gradients_agree(slots, self.ranks):
-                fault = self.difference()
-                text, ranks = ("", ()) if fault is None else (f"; {fault.text}", fault.ranks)
-                raise ReplicasDiffer(f"{ranks_differ(progress.steps - 1)}{text}", ranks)
-            loss = slots[0] / (count or 1.0)
-            result, spike = self.verdicts.see(progress.steps, loss, norm, limits, count=count, keep=keep)
-            digest, settled, failed = slots[FIRST_TALLY:FIRST_REQUEST]
-            self.ledger.add(progress.samples - batch.samples, progress.samples, digest)
-            self.saves.receive(settled, failed)
-            return StepReport(
-                step=progress.steps,
-                samples=progress.samples,
-                tokens=progress.tokens,
-                epoch=batch.epoch,
-                loss=loss if count or not keep else math.nan,
-                count=count,
-                grad_norm=norm,
-                lr=rate,
-                verdict=result,
-                loss_scale=scale,
-                discarded=self.verdicts.discarded,
-                seconds=time.perf_counter() - self.began,
-                update_samples=batch.samples,
-                update_tokens=tokens,
-                requests=requests_in(slots),
-                spike=spike,
-            )
-
-        return report
-
-
-if TYPE_CHECKING:
-    from lockstep.sharding.buffers import BufferSnapshot
-    from lockstep.training.components import Components
 
 
 def refuse_unused(components: Components) -> None:
@@ -131,24 +65,6 @@ def refuse_unused(components: Components) -> None:
     if unused := components.sharding.step.parameters_without_gradient():
         plan = components.plan
         raise unused_parameters(unused, remedy=before_unused(plan.strategy, plan.mesh))
-
-
-def note_changed_buffers(before: BufferSnapshot | None, micro_batches: int) -> None:
-    """Print which buffers each of an update's forwards changes; of torch's norms, `plan` does."""
-    changed = before.changed() if before is not None and micro_batches > 1 else []
-    if changed:
-        print_once(
-            f"lockstep: the forward changes {listed(changed, _NAMED)} in each of {micro_batches} micro-batches: "
-            "the run depends on batch.micro_size and the number of ranks (lockstep.step() counts updates)"
-        )
-
-
-def nonzero_count(count: float | Tensor) -> float | Tensor:
-    """Return the divisor of a loss: 1 for an update without a valid target, whose sum is 0, so that none is 0 / 0.
-
-    A count may be less than 1, since class weights count by their sum.
-    """
-    return (count or 1.0) if isinstance(count, float) else count.masked_fill(count == 0, 1.0)
 
 
 def reported_counts(batch: GlobalBatch, position: MeshPosition) -> tuple[float, int]:
@@ -161,38 +77,39 @@ class Session:
 
     Attributes:
         progress: attempted updates and the data that they consumed, identical on every rank.
+        reports, left_out, bad_updates, saves, failure_state: for Lockstep's own run loop.
     """
 
     def __init__(self, components: Components) -> None:
         self._components = components
         self.progress = running.progress = Progress()
         self._verdicts = Verdicts(components.config.recovery.bad_numbers, scaled=components.scaler.enabled)
+        self._ranks = components.world.size
         self._ledger = Ledger(components.world.size, order_of(components))
-        self._left_out = LeftOutSamples(components)
-        self._saves = VoteParticipant()
+        self.left_out = LeftOutSamples(components)
+        self.saves = Saves()
         buffers = BufferSnapshot(components.sharding.state.model)
-        self._failure_state = FailureState(components.world.size == 1, buffers if buffers.names else None)
-        self._bad_updates = BadUpdates(components, self._verdicts, self._failure_state)
-        compare = partial(difference, components)
-        ranks = components.world.axis.size
-        self._books = Books(ranks, self._verdicts, self._ledger, compare, self._saves, time.perf_counter())
+        self.failure_state = FailureState(components.world.size == 1, buffers if buffers.names else None)
+        self.bad_updates = BadUpdates(components, self._verdicts, self.failure_state)
+        self._began = time.perf_counter()
         self._parameters = ParameterWatch(components)
         self._failure: Exception | None = None
         self._batches: Iterator[GlobalBatch] | None = None
         self._batch: GlobalBatch | None = None
         self._upcoming: GlobalBatch | None = None
         self._count = self._divisor = cast("float | Tensor", 1.0)  # of targets; of this update's loss
-        self._reports = Reports(components.readback, self._receive)
+        self.reports = components.readback
+        self.reports.act = self._receive
         self._requests: set[Request] = set()
 
     def __iter__(self) -> Iterator[StepReport]:
         """Train until the run is finished, and yield a report per update; on an accelerator one update late."""
         for _ in updates_of(self, lambda before: self.finished):
-            yield from reports_of(self)
+            yield from self.reports
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield this rank's share of each update that is left. Call `accumulate` and `commit` once for each."""
-        self._failure_state.refuse_half_update(self._saves)
+        self.failure_state.refuse_half_update(self.saves)
         self.begin()
         while not self.finished:
             if self._failure is not None:
@@ -200,8 +117,8 @@ class Session:
             step = self.progress.steps
             assert self._batch is not None, "begin() has fetched it"
             yield self._batch
-            if self._failure_state.updating:
-                self._failure_state.refuse_half_update(self._saves)
+            if self.failure_state.updating:
+                self.failure_state.refuse_half_update(self.saves)
             if self.progress.steps == step:
                 raise RuntimeError("each batch of Session.batches() needs one accumulate(batch) and one commit()")
 
@@ -214,7 +131,7 @@ class Session:
             batch = next(self._batches)
         except UnusableSamples as error:
             raise with_remedy(error) from error.__cause__
-        self._left_out.begin(batch, self._failure_state)
+        self.left_out.begin(batch, self.failure_state)
         count, tokens = self._components.consensus.announce(*reported_counts(batch, self._components.position))
         self._count = count
         self._components.readback.start(int(tokens))
@@ -239,6 +156,11 @@ class Session:
     def batch_plan(self) -> BatchPlan:
         """The split of the global batch: `global_size`, `micro_size`, `accumulation`, and the data-parallel `ranks`."""
         return self._components.plan.batch
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the run's first update began, over all its attempts."""
+        return time.perf_counter() - self._began
 
     @property
     def finished(self) -> bool:
@@ -272,7 +194,7 @@ class Session:
     def evaluate(self, stops: Callable[[], bool] | None = None) -> list[EvaluationReport]:
         """Evaluate on each of the evaluation sets, exactly over all ranks; the reports are the same on every rank."""
         with self._components.world.clock.phase(Phase.EVALUATION), evaluation_weights(self):
-            return self._components.evaluator.evaluate(self.progress.steps, stops)
+            return evaluate(self._components, self.progress.steps, stops)
 
     def logged(self) -> Logged:
         """Return what `lockstep.log` got on all ranks since the last call, merged; all ranks together.
@@ -282,12 +204,8 @@ class Session:
         return metric_log.collected(metric_log.current(), self._components.world.axis)
 
     def checkpoints(
-        self,
-        place: str | os.PathLike[str] | ObjectStore,
-        *,
-        fresh: bool = False,
-        accept_changes: bool = False,
-    ) -> Checkpoints:
+        self, place: str | os.PathLike[str] | ObjectStore, *, fresh: bool = False, accept_changes: bool = False
+    ) -> Saves:
         """Resume from the newest checkpoint in `place` that verifies, and return what saves further ones there.
 
         All ranks call it together, before the first batch. `.resumed_from` is the step, `.save()` begins a save in
@@ -310,11 +228,11 @@ class Session:
         """Return the whole state of a run between two updates, from which `restore` continues bit for bit.
 
         Args:
-            synchronized: all ranks together, with the first rank's buffers; false: this rank alone, with its own.
+            synchronized: all ranks together, with the first rank's buffers; false: only this rank, with its own.
         """
         components = self._components
-        self._failure_state.refuse_half_update(self._saves)
-        if (why := self._failure_state.inconsistency(components.sharding.state.model)) is not None:
+        self.failure_state.refuse_half_update(self.saves)
+        if (why := self.failure_state.inconsistency(components.sharding.state.model)) is not None:
             raise RunFailed(f"{why}; commit() it first, or leave the session and open it again")
         components.readback.land()
         if synchronized:
@@ -323,9 +241,9 @@ class Session:
             "progress": asdict(self.progress),
             "loss_scale": components.scaler.state(),
             "patience": self._verdicts.state(),
-            "seconds": seconds_of(self),
+            "seconds": self.seconds,
             "ledger": self._ledger.state(),
-            "left_out": self._left_out.state(),
+            "left_out": self.left_out.state(),
         }
         live = components.sharding.state.live_state()
         names = {name.removeprefix(_MODEL) for name in live.tensors if name.startswith(_MODEL)}
@@ -337,7 +255,7 @@ class Session:
 
     def restore(self, state: TrainingState) -> None:
         """Continue from `state`: before the first batch, or instead of what was done until now."""
-        self._failure_state.discard_attempt(self._components.sharding, self._rate)
+        self.failure_state.discard_attempt(self._components.sharding, self._rate)
         values = state.values
         self._components.sharding.state.restore(TrainingState(state.tensors, values["sharding"]))
         generators.restore(state.tensors, self._components.world.rank)
@@ -345,9 +263,9 @@ class Session:
         self._components.scaler.restore(values["loss_scale"])
         self._verdicts.restore(values["patience"])
         self._ledger.restore(values["ledger"])
-        self._left_out.restore(values.get("left_out", ()), self.progress.samples)
-        self._books.began = time.perf_counter() - values["seconds"]
-        self._failure_state.restored()
+        self.left_out.restore(values.get("left_out", ()), self.progress.samples)
+        self._began = time.perf_counter() - values["seconds"]
+        self.failure_state.accumulating = self.failure_state.updating = False
         self._parameters.forget()
         self._batch = self._upcoming = None
 
@@ -357,7 +275,7 @@ class Session:
         self._components.sharding.step.close()
         error = sys.exc_info()[1]
         if not isinstance(error, Stopped) or isinstance(error, Paused):  # stopped at once, it waits for no save
-            self._saves.close()
+            self.saves.close()
         if error is None:
             self._components.sharding.state.end_training()
 
@@ -365,17 +283,18 @@ class Session:
 
     def _accumulate(self, batch: GlobalBatch) -> None:
         components, running.progress = self._components, self.progress
-        if self._failure_state.updating:
-            self._failure_state.refuse_half_update(self._saves)
-        if self._failure_state.accumulating:
-            self._failure_state.discard_attempt(components.sharding, self._rate)  # an interrupted one, to be repeated
-        self._failure_state.begin_forward()
+        if self.failure_state.updating:
+            self.failure_state.refuse_half_update(self.saves)
+        if self.failure_state.accumulating:
+            self.failure_state.discard_attempt(components.sharding, self._rate)  # an interrupted one, to be repeated
+        self.failure_state.begin_forward()
         if components.sharding.updates_in_backward:
             DEFERRAL.begin()  # until commit ends
-            self._failure_state.updating = True
-            self._saves.before_update()
+            self.failure_state.updating = True
+            self.saves.before_update()
         components.sharding.step.begin_update(batch.samples, self._rate)
-        self._divisor = nonzero_count(self._count)
+        count = self._count  # with class weights it may be below 1; 0: no valid target, and the sum is 0
+        self._divisor = (count or 1.0) if isinstance(count, float) else count.masked_fill(count == 0, 1.0)
         seed_scale = components.scaler.scale / self._divisor
         if batch.step & (batch.step - 1):  # not one of those that are watched
             components.engine.accumulate(batch, seed_scale, self._open_vote)
@@ -385,7 +304,6 @@ class Session:
             raise self._parameters.thawed()
         if batch.step == 0:
             refuse_unused(components)
-            note_changed_buffers(self._failure_state.buffers, len(batch.micro_batches))
 
     def _commit(self) -> PendingReport:
         components, upcoming = self._components, self._upcoming
@@ -398,8 +316,8 @@ class Session:
         outcome = components.consensus.close(step.squared_norm)
         norm = outcome.squared_norm**0.5 / scale
         decision = self._verdicts.decide(batch.step + 1, outcome.loss_sum, self._divisor, norm)
-        self._failure_state.updating = True
-        self._saves.before_update()
+        self.failure_state.updating = True
+        self.saves.before_update()
         try:
             step.update(rate, clip_divisor(norm, components.config.optim.clip_norm, scale), decision.keep)
         except Exception as error:
@@ -407,18 +325,51 @@ class Session:
             raise
         components.scaler.update(decision.finite)
         clock.enter(Phase.HOST)
-        tokens = components.readback.tokens()
+        tokens = self.reports.tokens()
         self.progress = running.progress = before.advance(batch.samples, tokens)
-        reporter = self._books.reporter(batch, self.progress, rate, tokens, decision.limits)
-        self._bad_updates.updated(before)
-        pending = components.readback.push(outcome, (norm, decision.keep, scale, count), reporter)
+        reporter = partial(self._report, batch, self.progress, rate, tokens, decision.limits)
+        self.bad_updates.updated(before)
+        pending = self.reports.push(outcome, (norm, decision.keep, scale, count), reporter)
         self._batch, self._count, self._upcoming = upcoming, outcome.next_count, None
-        self._failure_state.updated(decision.keep)
+        self.failure_state.updated(decision.keep)
         if not batch.step & (batch.step + 1):
             self._parameters.updated()
-        self._reports.receive()
+        self.reports.receive()
         clock.updated()
         return pending
+
+    def _report(
+        self, batch: GlobalBatch, progress: Progress, rate: float, tokens: int, limits: Limits,
+        slots: list[float], norm: float, keep: bool, scale: float, count: float,
+    ) -> StepReport:  # fmt: skip
+        """Return the report of the update that led to `progress`, once its numbers are on the host."""
+        if self._ranks > 1 and not gradients_agree(slots, self._ranks):
+            fault = difference(self._components)
+            text, ranks = ("", ()) if fault is None else (f"; {fault.text}", fault.ranks)
+            raise ReplicasDiffer(f"{ranks_differ(progress.steps - 1)}{text}", ranks)
+        loss = slots[0] / (count or 1.0)
+        result, spike = self._verdicts.see(progress.steps, loss, norm, limits, count=count, keep=keep)
+        digest, settled, failed = slots[FIRST_TALLY:FIRST_REQUEST]
+        self._ledger.add(progress.samples - batch.samples, progress.samples, digest)
+        self.saves.receive(settled, failed)
+        return StepReport(
+            step=progress.steps,
+            samples=progress.samples,
+            tokens=progress.tokens,
+            epoch=batch.epoch,
+            loss=loss if count or not keep else math.nan,
+            count=count,
+            grad_norm=norm,
+            lr=rate,
+            verdict=result,
+            loss_scale=scale,
+            discarded=self._verdicts.discarded,
+            seconds=time.perf_counter() - self._began,
+            update_samples=batch.samples,
+            update_tokens=tokens,
+            requests=requests_in(slots),
+            spike=spike,
+        )
 
     def _open_vote(self, loss_sum: Tensor) -> None:
         assert self._batch is not None, "batches() begins the session"
@@ -431,9 +382,9 @@ class Session:
             finally:
                 enter(before)
             if self._upcoming.left_out:
-                self.request(self._left_out.fetched(self._upcoming))
+                self.request(self.left_out.fetched(self._upcoming))
         position = self._components.position
-        tallies = (float(self._batch.digest) if position.reports_counts else 0.0, *self._saves.status())
+        tallies = (float(self._batch.digest) if position.reports_counts else 0.0, *self.saves.status())
         loss_sum = loss_sum if position.reports_loss else loss_sum.new_zeros(())
         self._components.consensus.open(loss_sum, *reported_counts(self._upcoming, position), tallies, self._requests)
         self._requests.clear()
@@ -454,16 +405,13 @@ class Session:
 
     def _receive(self, report: StepReport) -> None:
         if report.requests:
-            self._note_failure(report)
-            self._left_out.receive(report, self._failure_state)
-        self._bad_updates.receive(report)
-
-    def _note_failure(self, report: StepReport) -> None:
-        if report.step != self.progress.steps or Request.FAIL not in report.requests:
-            return
-        self._failure_state.fails_together = True
-        if self._failure is None:
-            self._failure = PeerFailed(f"another rank has no data for the update after step {report.step}")
+            if Request.FAIL in report.requests and report.step == self.progress.steps:
+                self.failure_state.fails_together = True
+                failure = PeerFailed(f"another rank has no data for the update after step {report.step}")
+                self._failure = self._failure or failure
+            if Request.LEFT_OUT in report.requests:
+                self.left_out.exchange(self.failure_state)
+        self.bad_updates.receive(report)
 
     def _rate(self) -> float:
         plan = self._components.plan
@@ -471,7 +419,7 @@ class Session:
         return self._components.rate(done, self.progress.steps, plan.steps)
 
 
-# --- what other parts of Lockstep need of a session, and users don't ----------------------------------------------
+# --- for other parts of Lockstep ----------------------------------------------------------------------------------
 
 
 def components_of(session: Session) -> Components:
@@ -483,21 +431,16 @@ def updates_of(session: Session, reads_now: Callable[[Progress], bool]) -> Itera
     """Train until the run is finished; after each update, yield the progress before it.
 
     Args:
-        reads_now: returns whether something follows the update that began at this progress, the same on all ranks. An
-            accelerator is then waited for, so that the update's report has arrived; otherwise it comes one update late.
+        reads_now: returns whether something follows the update that began at this progress, the same on all ranks:
+            its report is then waited for.
     """
     for batch in session.batches():
         before = session.progress
         session.accumulate(batch)
         session.commit()
-        if session._reports.come_late and reads_now(before):
-            session._reports.flush()
+        if session.reports.late and reads_now(before):
+            session.reports.flush()
         yield before
-
-
-def reports_of(session: Session) -> Reports:
-    """Return the reports of the session's updates."""
-    return session._reports
 
 
 def ledger_of(session: Session) -> Ledger:
@@ -506,37 +449,11 @@ def ledger_of(session: Session) -> Ledger:
     return session._ledger
 
 
-def left_out_of(session: Session) -> LeftOutSamples:
-    """Return the samples that the run leaves out."""
-    return session._left_out
-
-
-def bad_updates_of(session: Session) -> BadUpdates:
-    """Return what is known of the run's bad updates."""
-    return session._bad_updates
-
-
-def seconds_of(session: Session) -> float:
-    """Return the seconds since the run's first update began, in whatever process."""
-    return time.perf_counter() - session._books.began
-
-
-def attach(session: Session, saves: VoteParticipant) -> FailureState:
-    """Let `saves` take part in each vote; return what it needs to save after a failure."""
-    session._saves = session._books.saves = saves
-    return session._failure_state
-
-
 @contextmanager
 def evaluation_weights(session: Session) -> Iterator[None]:
     """Give parameters the values that the optimizer has for evaluation while the block runs."""
-    session._saves.before_update()
+    session.saves.before_update()
     session._parameters.forget()  # they may have other values until the block ends
     with components_of(session).sharding.state.evaluation():
         yield
     session._parameters.refuse()
-
-
-def rescue(session: Session, error: BaseException) -> str | None:
-    """Save the state of a run that `error` ends, if it has checkpoints; return what to report, None if nothing."""
-    return session._saves.rescue(error)

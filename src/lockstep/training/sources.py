@@ -1,30 +1,23 @@
 """Training and evaluation data, in the form that a run's model and objective need.
 
-    config, objects --> task of the model --> sources --> labels: aligned with the inputs, or the next tokens
-                                                      --> decoder inputs, labels for the model's own loss
-
-The meaning of a batch follows from the model and the data, whether they were configured or passed in Python.
+config, objects --> task of the model --> sources --> labels: aligned with the inputs, or the next tokens
+                                                  --> decoder inputs, labels for the model's own loss
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from lockstep.config.schema import Loader
-from lockstep.core import heartbeat
-from lockstep.core.errors import ConfigError, Failure, OutOfMemory, Problem, UnusableSamples
+from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.modes import in_training
-from lockstep.core.out_of_memory import error_location, out_of_memory_cause
 from lockstep.core.protocols import EvaluatedObjective, Source
 from lockstep.core.records import DataFacts
 from lockstep.data.custom import ItemReading, adapt_dataset
-from lockstep.data.loader import evaluation_batches
+from lockstep.data.loader import first_batch
 from lockstep.data.sources import LANGUAGE_MODEL, PreparedSource, open_source, renamed_inputs, skipping
 from lockstep.models.build import build_model, sketch_model
 from lockstep.models.building_objectives import adapt_objective, build_objective, objective_kind, repeats_inputs
@@ -34,10 +27,12 @@ from lockstep.models.objectives import OF_USERS_MODEL, ModelLoss
 from lockstep.models.parameters import freeze
 from lockstep.training.bad_updates import refuse_large_window
 from lockstep.training.checked_objective import CheckedObjective
+from lockstep.training.evaluate import evaluation_named
 from lockstep.training.user_objects import UserObjects, not_given
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config, DataSource, ObjectiveConfig
+    from lockstep.core.records import Batch
 
 Sources = tuple[Source, dict[str, Source]]
 
@@ -45,13 +40,10 @@ _ALIGNMENT_SAMPLES = 4  # enough to determine how labels are aligned
 _USERS_DATA = ("custom", "given")
 _NOTHING = DataFacts(0, None)
 _OWN_STEP = (
-    "{}'s training_step and configure_optimizers aren't called: pass the loss that it computes, such as "
-    "objective=nn.CrossEntropyLoss(), and its optimizer as optim.* or optimizer=...; the model is called by its "
-    "forward, so pass the module inside if that is the one trained"
+    "{}'s training_step and configure_optimizers aren't called: pass the loss that it computes (objective=...) and its "
+    "optimizer (optim.* or optimizer=...); the model is called by its forward"
 )
 _EVALUATION = ItemReading(evaluates=True)
-INERT_DATA = ("stdlib-text", "stdlib-functions", "digits")
-"""Kinds of data that can be opened before a fork: arrays in memory, read without threads."""
 _TASKS = {"next-token": "causal-lm", "classification": "sequence-classification"}
 """Tasks by kinds of heads; others have the same name."""
 
@@ -84,7 +76,7 @@ def open_sources(config: Config, given: UserObjects, model: nn.Module | None = N
     """Return the training source and the evaluation sources by name.
 
     Args:
-        model: the user's, whose inputs' names the data needs; None: it is built if the data needs it.
+        model: the user's, if any: the data may need its inputs' names.
     """
     task, tokenizer = task_of(config, model)
     bad_samples, ranges = config.data.bad_samples, config.data.leave_out
@@ -99,28 +91,13 @@ def open_sources(config: Config, given: UserObjects, model: nn.Module | None = N
     }
     if not config.model.inputs:
         return train, evaluation
-    rename = partial(renamed_inputs, config.model.inputs)
-    return PreparedSource(train, rename), {name: PreparedSource(source, rename) for name, source in evaluation.items()}
+    return prepared((train, evaluation), partial(renamed_inputs, config.model.inputs))
 
 
-_ahead: dict[tuple[DataSource, str | None, str | None], Source] = {}
-
-
-@contextmanager
-def opened_ahead(config: Config) -> Iterator[None]:
-    """Hold data that this process has opened while the block runs, for the ranks that are forked from it.
-
-    They needn't read it again, in no round. What can't be opened here is left to them.
-    """
-    task, tokenizer = task_of(config, None)
-    for section in (config.data.train, *config.data.evaluation.values()):
-        if section.kind in INERT_DATA:
-            with suppress(Failure):  # which the ranks report
-                _ahead[section, task, tokenizer] = open_source(section, task=task, tokenizer=tokenizer)
-    try:
-        yield
-    finally:
-        _ahead.clear()
+def prepared(sources: Sources, prepare: Callable[[Batch], Batch]) -> Sources:
+    """Return sources whose batches are passed through a function."""
+    train, evaluation = sources
+    return PreparedSource(train, prepare), {name: PreparedSource(each, prepare) for name, each in evaluation.items()}
 
 
 def facts_of_data(config: Config, given: UserObjects) -> DataFacts:
@@ -146,9 +123,8 @@ def make_objective(
             raise ConfigError(Problem("", "objective", _OWN_STEP.format(type(model).__name__)))
         taking = taking_targets(model)
         if taking is not None:  # as in nanoGPT: forward(idx, targets=None) -> (logits, loss)
-            own = {name: PreparedSource(source, taking) for name, source in evaluation.items()}
             loss = ModelLoss(OF_USERS_MODEL, shift=False, summed=False, decomposes=False)
-            return loss, PreparedSource(train, taking), dict(own)
+            return loss, *prepared(sources, taking)
     objective = _objective(config, train.facts, given, model, head, aligned=False)
     if (
         _users_objective(config.objective, given) is None
@@ -159,17 +135,12 @@ def make_objective(
             with evaluation_named(name):
                 alike = _aligned(config.data.evaluation[name], source, head) is aligned
             if not alike:
-                kinds = ("the tokens that follow the inputs", "aligned with the inputs")
-                here, there = kinds[not aligned], kinds[aligned]
-                why = f"its targets are {here}, and those of data.train are {there}; make them alike"
+                why = "its targets and those of data.train aren't shifted alike against the inputs; make them alike"
                 raise ConfigError(Problem("", f"data.evaluation.{name}", why))
         if aligned:
             objective = _objective(config, train.facts, given, model, head, aligned=True)
     prepare = preparation(head, with_labels=isinstance(objective, ModelLoss)) if head is not None else None
-    if prepare is None:
-        return objective, train, evaluation
-    prepared = {name: PreparedSource(source, prepare) for name, source in evaluation.items()}
-    return objective, PreparedSource(train, prepare), dict(prepared)
+    return objective, *(sources if prepare is None else prepared(sources, prepare))
 
 
 def _objective(
@@ -216,8 +187,6 @@ def _open(
     tokenizer: str | None,
     reading: ItemReading = _EVALUATION,
 ) -> Source:
-    if section.kind in INERT_DATA and (source := _ahead.get((section, task, tokenizer))) is not None:
-        return source
     if section.kind != "given":
         return open_source(section, task=task, tokenizer=tokenizer, reading=reading)
     if dataset is None:
@@ -229,32 +198,11 @@ def _open_evaluation(
     name: str, section: DataSource, given: UserObjects, task: str | None, tokenizer: str | None
 ) -> Source:
     key = f"data.evaluation.{name}"
-    try:
-        with evaluation_named(name):
-            source = _open(section, given, given.eval_datasets.get(name), key, task, tokenizer)
-    except Exception as error:  # no smaller micro-batch helps: it was read sample by sample
-        if out_of_memory_cause(error) is None:
-            raise
-        where = error_location(error) or "while it was opened"
-        why = f"{key}: out of memory {where}: {error}. Make its samples smaller, or leave them out of the set"
-        raise OutOfMemory(why) from error
-    if source.facts.samples < 1:  # found here, before the training whose model it would be read with
+    with evaluation_named(name):
+        source = _open(section, given, given.eval_datasets.get(name), key, task, tokenizer)
+    if source.facts.samples < 1:  # found before training
         raise ConfigError(Problem("", key, "the dataset is empty; mend it, or remove the set"))
     return source
-
-
-@contextmanager
-def evaluation_named(name: str) -> Iterator[None]:
-    """Have errors about samples that are read in the block name the evaluation set that they are of.
-
-    So do the messages of the launcher, if reading one ends the process.
-    """
-    heartbeat.own().begin_evaluation(name)
-    try:
-        yield
-    except UnusableSamples as error:
-        text = f"data.evaluation.{name}: {error}. Mend it, or remove it from the set (data.bad_samples is for training)"
-        raise UnusableSamples(text, error.samples, name) from error.__cause__
 
 
 def _aligned(section: DataSource, source: Source, head: Head | None) -> bool:
@@ -263,5 +211,4 @@ def _aligned(section: DataSource, source: Source, head: Head | None) -> bool:
         return head is not None  # as the sources have it, for models of the transformers library
     if head is not None:
         return head.shifts
-    samples = evaluation_batches(source, _ALIGNMENT_SAMPLES, 0, 1, Loader(), torch.device("cpu"))
-    return repeats_inputs(next(samples))
+    return repeats_inputs(first_batch(source, _ALIGNMENT_SAMPLES))

@@ -2,46 +2,51 @@
 
 this process is a rank already (torchrun, ...)  --> train as that rank
 otherwise                                       --> create the folder, start the ranks, wait for their exit code
-several hosts (launch.nodes)                    --> `on_hosts`: meet the others first; the leader does the same
+several hosts (launch.nodes)                    --> meet the others first; the leader does the same, they follow
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from lockstep.checkpoint.manifest import CorruptCheckpoint
-from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
+from lockstep.config.writing import to_plain
 from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
 from lockstep.core.failure_kinds import FailureKind
+from lockstep.core.formatting import counted
+from lockstep.core.nodes import is_elastic, node_range
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.stopping import blocked_signals, undo_on_stop
 from lockstep.core.terminal import echo
-from lockstep.launch.agent import Hosts, LeaderRounds
+from lockstep.launch.agent import FollowerRounds, Hosts, LaunchState, LeaderRounds
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.ends_file import append_ends, last_step
-from lockstep.launch.local import launch
+from lockstep.launch.local import import_ahead, launch
 from lockstep.launch.memory_folder import MemoryFolder
-from lockstep.launch.outcome import LaunchResult
+from lockstep.launch.other_launchers import interface_variables
+from lockstep.launch.outcome import LaunchResult, print_on_stderr
+from lockstep.launch.rendezvous import connected_hosts
 from lockstep.launch.supervision import BY_KERNEL, Rounds, Supervisor
 from lockstep.monitor.attempts import read_attempts
-from lockstep.monitor.folder import ATTEMPTS, CONFIG, METRICS, RunFolder, is_finished, read_summary, recipe_of
+from lockstep.monitor.folder import ATTEMPTS, CONFIG, LOGS, METRICS, RunFolder, is_finished, read_summary, recipe_of
 from lockstep.plan.batch import half
 from lockstep.plan.plan import check_on_ranks
 from lockstep.plan.schedule import LENGTHS, used_of_budget
-from lockstep.training.ahead import imports_ahead, prepared_ahead
+from lockstep.training.ahead import import_on_cpu, imports_ahead
 from lockstep.training.job import Job, run_job
-from lockstep.training.locations import CheckpointLocation, choose, run_config, storage_of
-from lockstep.training.memory_snapshots import after_last_round, snapshots_in
-from lockstep.training.out_of_memory import advice, memory_factors, with_prediction
-from lockstep.training.ownership import other_settings, run_folder_for
+from lockstep.training.locations import CheckpointLocation, choose, readable_manifest, run_config, storage_of
+from lockstep.training.memory_snapshots import after_last_round, left_on_host, snapshots_in
+from lockstep.training.out_of_memory import advice, memory_factors
+from lockstep.training.ownership import flat, other_settings, run_folder_for
 from lockstep.training.resuming import Resume, epoch_samples_in
 from lockstep.training.user_objects import UserObjects, refuse_given
 
@@ -57,6 +62,7 @@ _MICRO_SIZE, _EVALUATION_SIZE = "batch.micro_size", "evaluation.micro_size"
 _UNTRAINED = (FailureKind.CONFIG, FailureKind.STOPPED, FailureKind.INTERRUPTED, FailureKind.PAUSED)
 """Ends of a run that may not have trained: its folder then has no config."""
 _MAX_DIFFERENCES = 5  # settings shown in a message
+_OF_HOST = ("launch", "monitor", "description")  # sections that may differ between hosts
 
 
 def decision_of(entry: Callable[[], int]) -> dict[str, Any]:
@@ -78,23 +84,12 @@ def decided(job: Job, decision: Mapping[str, Any]) -> Job:
     )
 
 
-@dataclass
 class SmallerBatches:
-    """The sizes of a launch's micro-batches, round after round.
+    """The sizes of a launch's micro-batches, round after round; `job` is the next round's, `ranks` are of all hosts."""
 
-    Attributes:
-        job: The next round's.
-        folder: Of the run.
-        ranks: On all hosts.
-    """
-
-    job: Job
-    folder: Path
-    ranks: int
-    _attempts: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._attempts = len(read_attempts(self.folder))
+    def __init__(self, job: Job, folder: Path, ranks: int) -> None:
+        self.job, self.folder, self.ranks = job, folder, ranks
+        self._attempts = len(read_attempts(folder))
 
     def after(self, end: End) -> str:
         """Let the next round need less memory after this end; return what changes, empty if nothing can."""
@@ -108,10 +103,7 @@ class SmallerBatches:
         return f"{listed} from here on{kept}"
 
     def _smaller(self, sizes: Mapping[str, int]) -> Config | None:
-        """Return the config with half of these sizes; None: that isn't smaller, or the run doesn't work with it.
-
-        Some settings need a whole update in one micro-batch, and batch norm more than one sample in each.
-        """
+        """Return the config with half of these sizes; None: that isn't smaller, or the run doesn't work with it."""
         changed = self.job.config
         for key, size in sizes.items():
             name, _, option = key.partition(".")
@@ -148,7 +140,6 @@ def train(loaded: LoadedConfig, recipe: str, resume: Resume, *, trust_remote_cod
 
     Args:
         recipe: What the run is called where its config names no folder.
-        resume: Where the run starts; `origin` makes it a fork of another run.
 
     Returns:
         The exit code, and the run's folder if this process is the one that prints the run's summary.
@@ -159,8 +150,6 @@ def train(loaded: LoadedConfig, recipe: str, resume: Resume, *, trust_remote_cod
     is_first = os.environ.get("RANK", "0") == "0"
     is_rank = names_a_rank(os.environ)
     if loaded.config.launch.nodes != 1 and not is_rank:
-        from lockstep.training.on_hosts import train_on_hosts
-
         path, result = train_on_hosts(job, loaded.config.launch.ranks)
         result.show()
         return result.code, path if result.code == 0 and path is not None and path.exists() else None
@@ -181,7 +170,7 @@ def is_done(job: Job, *, is_first: bool) -> bool:
     """Return whether nothing is left to train, which the first rank prints. Raises ConfigError if the run can't start.
 
     Args:
-        is_first: Whether this process compares the settings with those of the run in the folder.
+        is_first: Whether this process compares the settings with those of the folder's run.
     """
     config, resume = job.config, job.resume
     _check_start(config, resume)
@@ -205,14 +194,11 @@ def _check_start(config: Config, resume: Resume) -> None:
         raise ConfigError("--from resumes a run: lockstep train RUN --from STEP, or give its run.folder")
     else:
         location = CheckpointLocation(storage_of(config.checkpoint, Path(config.run.folder)))
-    start = _readable(location.storage, choose(location, resume.step))
-    if start is None:
-        return
-    used, budget, key, place = _length(config.run, start)
-    if used >= budget:
+    start = readable_manifest(location.storage, choose(location, resume.step))
+    if start is not None and (left := _left(config.run, start))[0] <= 0:
         raise ConfigError(
-            f"the checkpoint of step {start.step:,} is {place} already: nothing would be trained; give a longer {key}, "
-            "or an earlier checkpoint: --from STEP"
+            f"the checkpoint of step {start.step:,} is {left[1]} already: nothing would be trained; give a longer "
+            "length, or an earlier checkpoint: --from STEP"
         )
 
 
@@ -222,24 +208,18 @@ def _refuse_other_settings(config: Config, folder: Path) -> None:
     if not differences:
         return
     shown = "".join(f"\n  {line}" for line in differences[:_MAX_DIFFERENCES])
-    more = f"\n  and {len(differences) - _MAX_DIFFERENCES} more" if len(differences) > _MAX_DIFFERENCES else ""
-    run = f"{'the finished run' if is_finished(folder) else 'a run'} of {recipe_of(folder)}"
-    why = f"{folder} holds {run}, which had other settings:{shown}{more}\n"
-    raise ConfigError(
-        Problem(
-            "", "run.folder", f"{why}Give run.folder another name, or start over there: --fresh (in Python: fresh=True)"
-        )
+    more = "\n  ..." if len(differences) > _MAX_DIFFERENCES else ""
+    why = (
+        f"{folder} holds a run of {recipe_of(folder)}, which had other settings:{shown}{more}\n"
+        "Give run.folder another name, or start over there: --fresh (in Python: fresh=True)"
     )
+    raise ConfigError(Problem("", "run.folder", why))
 
 
 def has_nothing_to_train(config: Config, folder: Path, given: ObjectStore | None = None) -> bool:
     """Return whether the run in the folder has reached the configured length; if so, the first rank prints that.
 
-    Args:
-        given: The object store that was passed in Python, if any.
-
-    Raises:
-        ConfigError: The run is unfinished, and longer than the config asks for; or finished, with other settings.
+    Raises ConfigError if the run is unfinished, and longer than the config asks for, or had other settings.
     """
     finished = is_finished(folder)
     if not finished and not (folder / CONFIG).is_file():
@@ -250,7 +230,10 @@ def has_nothing_to_train(config: Config, folder: Path, given: ObjectStore | None
             if _early_end(folder) and then.monitor.early_stopping != config.monitor.early_stopping:
                 return False
             _refuse_other_settings(config, folder)
-            _echo_once(_finished_message(folder))
+            reason = _early_end(folder)
+            early = f": it ended early, since {reason}" if reason else ""
+            longer = "to train it further, give it a longer run.steps (or epochs, ...); --fresh starts over"
+            _echo_once(f"the run in {folder} is finished{early}; {longer}")
         return finished
     too_long = _too_long(config.run, storage_of(config.checkpoint, folder, given), folder, finished=finished)
     if too_long is None:
@@ -261,21 +244,8 @@ def has_nothing_to_train(config: Config, folder: Path, given: ObjectStore | None
     return True
 
 
-def _finished_message(folder: Path) -> str:
-    if reason := _early_end(folder):
-        return (
-            f"the run in {folder} is finished: it ended early, since {reason}; to train it further, give it a longer "
-            "run.steps (or epochs, ...), or raise monitor.early_stopping.patience if that ended it; --fresh starts over"
-        )
-    return f"the run in {folder} is finished; to resume, give it a longer run.steps (or epochs, ...), or --fresh"
-
-
 def _early_end(folder: Path) -> str:
-    try:
-        reason = (read_summary(folder) or {}).get("stopped_early")
-    except RunFailed:
-        return ""
-    return reason if isinstance(reason, str) else ""
+    return str((read_summary(folder) or {}).get("stopped_early", ""))
 
 
 def _echo_once(message: str) -> None:
@@ -284,48 +254,36 @@ def _echo_once(message: str) -> None:
 
 
 def _too_long(run: Run, storage: Storage, folder: Path, *, finished: bool) -> str | None:
-    """Return the message for a run whose newest checkpoint is beyond its new length, or None if it isn't.
+    """Return the message for a run whose newest checkpoint is beyond its new length, or None.
 
     A run that stopped exactly at its new end still has to be finished.
     """
     steps = names_by_step(storage.names())
-    newest = _readable(storage, steps[max(steps)]) if steps else None
+    newest = readable_manifest(storage, steps[max(steps)]) if steps else None
     if newest is None:
         return None
-    used, budget, key, place = _length(run, newest)
-    if used < budget or (used == budget and not finished):
+    left, place = _left(run, newest)
+    if left > 0 or (left == 0 and not finished):
         return None
     return (
-        f"the run in {folder} is at step {newest.step:,} already, {place}; give it a longer {key} to resume it, or go "
+        f"the run in {folder} is at step {newest.step:,} already, {place}; give it a longer one to resume it, or go "
         "back: --from STEP, or --fresh"
     )
 
 
-def _readable(storage: Storage, name: str) -> Manifest | None:
-    """Return a checkpoint's manifest; None if it is damaged: the run will report that and use an earlier one."""
-    try:
-        return read_manifest(storage, name)
-    except CorruptCheckpoint:
-        return None
-
-
-def _length(run: Run, manifest: Manifest) -> tuple[float, float, str, str]:
-    """Return how much of its budget a checkpoint's run has used, the budget, its key, and a text about both."""
+def _left(run: Run, manifest: Manifest) -> tuple[float, str]:
+    """Return how much of the run's length is left after a checkpoint, and the place where that is."""
     progress = Progress(manifest.step, manifest.samples, manifest.tokens)
     used, budget = used_of_budget(run, progress, epoch_samples_in(manifest))
     key = next(length for length in LENGTHS if getattr(run, length) is not None)
-    return used, budget, f"run.{key}", f"{'past' if used > budget else 'at'} run.{key} {getattr(run, key)}"
+    return budget - used, f"{'past' if used > budget else 'at'} run.{key} {getattr(run, key)}"
 
 
 # --- ranks of this machine ------------------------------------------------------------------------------------------
 
 
 def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = None) -> tuple[Path, LaunchResult]:
-    """Create the run's folder and run the job on N ranks of this machine; return the folder and how the ranks ended.
-
-    Args:
-        hosts: The other hosts, of which this one is the leader.
-    """
+    """Create the run's folder and run the job on N ranks of this machine, `hosts`' leader; return how they ended."""
     number = choose_ranks(job.config.launch) if ranks == "auto" else ranks
     path = run_folder_for(job.config, job.recipe, job.resume)
     existed = path is not None and path.exists()
@@ -359,16 +317,15 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
             entry, ahead = partial(train_as_rank, sizes.job, folder.path), imports_ahead(job.config)
             if hosts is not None:
                 hosts.open_folder(folder.path, decision_of(entry))
-            with prepared_ahead(job.config):
-                ended = launch(
-                    entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy, hosts=hosts,
-                    supervisor=_rounds(job, sizes, folder, hosts), watchdog=job.config.recovery.watchdog,
-                )  # fmt: skip
+            import_on_cpu(job.config)
+            ended = launch(
+                entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy, hosts=hosts,
+                supervisor=_rounds(job, sizes, folder, hosts), watchdog=job.config.recovery.watchdog,
+            )  # fmt: skip
             if memory is not None:
-                ended = after_last_round(job, folder.path, memory, ended, on_hosts=hosts is not None)
-            if ended.advice:
-                text = with_prediction(ended.text, ended.advice, sizes.job.config, size, job.given)
-                ended = replace(ended, text=text)
+                ended = after_last_round(
+                    job.config, job.given.storage, folder.path, memory, ended, on_hosts=hosts is not None
+                )
             result = ended
         except Failure as failure:
             append_ends(folder.logs, 0, [], [], LaunchResult.of(failure), {})
@@ -418,3 +375,119 @@ def train_as_rank(job: Job, folder: Path) -> int:
     """Train as a rank of a job whose folder exists."""
     run_job(replace(job, folder=folder))
     return 0
+
+
+# --- several hosts -------------------------------------------------------------------------------------------------
+
+
+def train_on_hosts(job: Job, ranks: int | Literal["auto"]) -> tuple[Path | None, LaunchResult]:
+    """Run the job as one of several hosts, with N ranks on this one; return the folder, if any, and how they ended."""
+    section = job.config.launch
+    number = choose_ranks(section) if ranks == "auto" else ranks
+    if is_elastic(section.nodes):
+        _refuse_numbers_of_hosts(job.config, number)
+    with connected_hosts(section, number, _common_settings(job), recovers=job.config.recovery.ever) as hosts:
+        import_ahead(imports_ahead(job.config))
+        hosts.meet()
+        interface_variables(section.interface)  # refused here, before anything is made, all hosts report it
+        alone = section.model_copy(update={"nodes": 1, "rendezvous": None, "node_rank": None})
+        job = replace(job, config=job.config.model_copy(update={"launch": alone}))  # may be trained from on one host
+        return _lead(job, number, hosts) if hosts.leads else _follow(job, number, hosts)
+
+
+def _refuse_numbers_of_hosts(config: Config, ranks: int) -> None:
+    """Raise ConfigError with each of the allowed numbers of hosts on which the run can't train."""
+    if not config.recovery.budget("host"):
+        why = f"no budget for lost hosts, but launch.nodes {config.launch.nodes} continues without them; give 3"
+        raise ConfigError(Problem("", "recovery.restarts", why))
+    least, most = node_range(config.launch.nodes)
+    refusals = []
+    for nodes in range(least, most + 1):
+        try:
+            check_on_ranks(config, nodes * ranks)
+        except ConfigError as error:
+            refusals.append(f"\n  {counted(nodes, 'host')}, {counted(nodes * ranks, 'rank')}: {error}")
+    if refusals:
+        why = f"{config.launch.nodes}, but the run can't train on each of these numbers of hosts:{''.join(refusals)}"
+        raise ConfigError(Problem("", "launch.nodes", why))
+
+
+def _lead(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResult]:
+    if is_done(job, is_first=True):
+        path, result = Path(job.config.run.folder or ""), LaunchResult(FailureKind.DONE)
+    else:
+        others = ", ".join(str(host) for host in hosts.world[1:])
+        there = f"this one, {hosts.here}, is node 0" + (f"; the others: {others}" if others else "")
+        print_on_stderr(f"{counted(len(hosts.world), 'host')}: {there}")
+        path, result = launch_job(job, ranks, hosts)
+    hosts.finish(result)
+    return path, result
+
+
+def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResult]:
+    """Start this host's ranks in the run that the leader has made."""
+    path = hosts.wait_for_folder()
+    if path is None:
+        print_on_stderr("nothing is left to train, as node 0 reports")
+        return None, LaunchResult(FailureKind.DONE)
+    logs = path / LOGS
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise RunFailed(f"host {hosts.name} can't create {logs} for its ranks' logs: {reason}") from None
+    where = f"logs are in {logs}, and rank 0 prints on host {hosts.world[0].name}"
+    print_on_stderr(f"{len(hosts.world)} hosts: this one, {hosts.here}, is node {hosts.node}; {where}")
+    remedy = partial(advice, memory_factors(job.config, hosts.size), "forward")
+    ahead = imports_ahead(job.config)
+    recovery = job.config.recovery
+    with _memory_kept(job, path, hosts) as memory:
+        job = replace(job, memory=memory)
+
+        def entry(folder: Path, decision: Mapping[str, Any]) -> Callable[[], int]:
+            return partial(train_as_rank, decided(job, decision), folder)
+
+        rounds = FollowerRounds(hosts, recovery.host_wait, entry) if hosts.recovers else None
+        result = launch(
+            entry(path, hosts.decision), ranks, job.config.launch, logs, preload=ahead, remedy=remedy, hosts=hosts,
+            supervisor=rounds, watchdog=recovery.watchdog,
+        )  # fmt: skip
+    if hosts.state is LaunchState.CALLED:
+        hosts.fail(result.kind, f"stopped on host {hosts.name}")
+    if result.code == 0:
+        print_on_stderr(f"done: {hosts.here}; the run is in {path} on host {hosts.world[0].name}")
+    return path, result
+
+
+@contextmanager
+def _memory_kept(job: Job, run: Path, hosts: Hosts) -> Iterator[Path | None]:
+    """Yield this host's folder in memory, which stays for the next start of the run if that may need it."""
+    takes = job.config.recovery.snapshot_every is not None
+    memory = MemoryFolder.make(run, hosts=len(hosts.world)) if takes else None
+    try:
+        yield memory.path if memory is not None else None
+    finally:
+        if memory is not None:
+            with suppress(Failure):
+                storage = storage_of(job.config.checkpoint, run, job.given.storage)
+                if not hosts.is_done and (text := left_on_host(storage, memory)):
+                    print_on_stderr(text)
+            memory.remove()
+
+
+def _common_settings(job: Job) -> dict[str, str]:
+    """Return what must be equal on all hosts, by name: hashes, because hosts send them to each other."""
+    plain = {section: value for section, value in to_plain(job.config).items() if section not in _OF_HOST}
+    launch, resume = job.config.launch, job.resume
+    flags = {
+        "--fresh": resume.fresh,
+        "--from": resume.step,
+        "--fork": resume.origin is not None,
+        "--accept-changes": resume.accept_changes,
+        "recipe": job.recipe,
+        "launch.backend": launch.backend,
+        "launch.device": launch.device,
+        "launch.job_id": launch.job_id,
+    }
+    values = {**dict(flat(plain)), **flags}
+    return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16] for name, value in values.items()}

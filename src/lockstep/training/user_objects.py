@@ -28,14 +28,13 @@ class Objects(TypedDict, total=False):
 
     Attributes:
         model: a module (its weights are kept), or a function that makes one (its weights follow `run.seed`).
-        train_dataset: a map-style Dataset. Items are a mapping (`labels`, `targets` are what the objective gets), a
-            tuple (its last is the target), or a tensor.
+        train_dataset: a map-style Dataset of mappings (`labels`, `targets` are what the objective gets), of tuples (the
+            last is the target), or of tensors.
         collate: makes a batch of a list of items: what an item may be, or a `lockstep.Batch`.
         eval_datasets: Datasets for evaluations, by name.
         objective: what the model is trained for, if its kind does not imply it: a `lockstep.Objective`, or one of
             torch's losses.
-        optimizer: makes a torch optimizer from parameter groups, instead of `optim.name`. A function, because a
-            strategy may replace parameters. Its own `lr` is the peak, unless the config sets `optim.lr`.
+        optimizer: makes a torch optimizer from parameter groups. Its own `lr` is the peak, unless the config has one.
         schedule: (step from 0, steps of the run or None) -> learning rate as a share of its peak.
         monitors: see each report on the first rank, and may answer with requests (`lockstep.extend.Monitor`).
         trackers: record the run elsewhere, in threads of the first rank (`lockstep.extend.Tracker`).
@@ -57,20 +56,13 @@ class Objects(TypedDict, total=False):
 
 
 _OFTEN_CALLED = {
-    "data": "train_dataset",
-    "dataset": "train_dataset",
-    "evaluation": "eval_datasets",
-    "loss": "objective",
-}
+    "data": "train_dataset", "dataset": "train_dataset", "evaluation": "eval_datasets", "loss": "objective",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class UserObjects:
-    """The objects of one call, checked; attributes as of `Objects`.
-
-    Attributes:
-        trust_remote_code: let a Hugging Face model run code that comes with its weights.
-    """
+    """The objects of one call, checked; attributes as of `Objects`. `trust_remote_code`: see the flag."""
 
     model: nn.Module | Callable[[], nn.Module] | None = None
     train_dataset: Any = None
@@ -87,31 +79,12 @@ class UserObjects:
 
     def __post_init__(self) -> None:
         """Raise ConfigError with all objects of the wrong kind; datasets are checked where they are opened."""
-        checks = {
-            "model": _named(self.model, "model: {kind: huggingface, task: causal-lm, pretrained: NAME}"),
-            "optimizer": _optimizer(self.optimizer),
-            "schedule": _schedule(self.schedule),
-            "collate": _collate(self.collate),
-            "eval_datasets": None
-            if isinstance(self.eval_datasets, Mapping)
-            else f"is of type {_kind(self.eval_datasets)}; hand over datasets by name: {{'held-out': dataset}}",
-            "monitors": _extensions(self.monitors, Monitor),
-            "trackers": _extensions(self.trackers, Tracker),
-            "transforms": _extensions(self.transforms, Transform),
-            "storage": unimplemented(self.storage, ObjectStore) if self.storage is not None else None,
-        }
-        problems = [Problem("", name, why) for name, why in checks.items() if why is not None]
-        if problems:
+        if problems := [Problem("", name, why) for name, why in _wrong(self)]:
             raise ConfigError(problems)
 
 
 def user_objects(arguments: Mapping[str, Any]) -> UserObjects:
-    """Return the objects among the keyword arguments of a call.
-
-    Raises:
-        TypeError: there is no such argument; the message names the nearest.
-        ConfigError: an object is of the wrong kind.
-    """
+    """Return the objects among the keyword arguments of a call. Raises TypeError, or ConfigError for a wrong kind."""
     for name in arguments:
         if name in Objects.__annotations__:
             continue
@@ -121,57 +94,48 @@ def user_objects(arguments: Mapping[str, Any]) -> UserObjects:
     return UserObjects(**{name: value for name, value in arguments.items() if value is not None})
 
 
-def _extensions(given: object, protocol: type) -> str | None:
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        return f"is of type {_kind(given)}; pass a list of lockstep.{protocol.__name__} objects"
-    return next((f"[{at}] {why}" for at, thing in enumerate(given) if (why := unimplemented(thing, protocol))), None)
+def _wrong(given: UserObjects) -> Iterator[tuple[str, str]]:
+    for name in ("model", "optimizer", "schedule", "collate"):
+        value = getattr(given, name)
+        if value is not None and (why := _refusal(name, value)):
+            yield name, why
+    datasets: object = given.eval_datasets
+    if not isinstance(datasets, Mapping):
+        kind = type(datasets).__name__
+        yield "eval_datasets", f"is of type {kind}; pass datasets by name: {{'held-out': dataset}}"
+    for name, protocol in (("monitors", Monitor), ("trackers", Tracker), ("transforms", Transform)):
+        values = getattr(given, name)
+        if not isinstance(values, Sequence) or isinstance(values, str):
+            yield name, f"is of type {type(values).__name__}; pass a list of lockstep.{protocol.__name__} objects"
+            continue
+        for index, value in enumerate(values):
+            if why := unimplemented(value, protocol):
+                yield name, f"[{index}] {why}"
+    if given.storage is not None and (why := unimplemented(given.storage, ObjectStore)):
+        yield "storage", why
 
 
-def _optimizer(given: object) -> str | None:
-    if isinstance(given, torch.optim.Optimizer):
-        return closure_refusal(type(given)) or (
-            f"is an object of {_kind(given)}, which holds parameters that a strategy may replace; hand over what makes "
-            f"one: optimizer=lambda groups: {_kind(given)}(groups, lr=...)"
-        )
-    if isinstance(given, type) and issubclass(given, torch.optim.Optimizer):
-        return closure_refusal(given)
-    if given is None or callable(given):
-        return None
-    return (
-        _named(given, "optim: {name: adamw}") or f"is of type {_kind(given)}; hand over a function of parameter groups"
-    )
-
-
-def _schedule(given: object) -> str | None:
-    wanted = "hand over a function (step, steps) -> share of optim.lr, or write schedule.kind in the config"
-    if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
-        return f"is an object of {_kind(given)}, whose state would not be saved; {wanted}"
-    if isinstance(given, type) and issubclass(given, torch.optim.lr_scheduler.LRScheduler):
-        return f"is the class {given.__name__}; {wanted}"
-    if callable(given):
+def _refusal(name: str, value: Any) -> str | None:
+    """Return why an object can't be what the argument takes; None if it can."""
+    expected, kind = _TAKES[name][0], value if isinstance(value, type) else type(value)
+    if isinstance(value, str):
+        return f"is the text {value!r}; pass {expected}, or set {name} in the config"
+    if name == "optimizer" and issubclass(kind, torch.optim.Optimizer):
+        own = f"is an object of {kind.__name__}, whose parameters a strategy may replace"
+        again = f"{own}; pass optimizer=lambda groups: {kind.__name__}(groups, lr=...)"
+        return closure_refusal(kind) or (None if value is kind else again)
+    if name == "schedule" and issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
+        return f"is a {kind.__name__}, whose state would not be saved; pass {expected}, or set schedule.kind"
+    if not callable(value):
+        return f"is of type {kind.__name__}; pass {expected}"
+    if name == "schedule":
         try:
-            inspect.signature(given).bind(0, 1)
+            inspect.signature(value).bind(0, 1)
         except TypeError as error:
-            return f"can't be called with (step, steps): {error}; {wanted}"
+            return f"can't be called with (step, steps): {error}; pass {expected}"
         except ValueError:  # some builtins have no signature
             pass
-    if given is None or callable(given):
-        return None
-    return _named(given, "schedule: {kind: cosine}") or f"is of type {_kind(given)}; {wanted}"
-
-
-def _collate(given: object) -> str | None:
-    if given is None or callable(given):
-        return None
-    return f"is of type {_kind(given)}; hand over a function: list of items -> batch"
-
-
-def _named(given: object, key: str) -> str | None:
-    return f"is the text {given!r}; a name goes into the config: {key}" if isinstance(given, str) else None
-
-
-def _kind(given: object) -> str:
-    return type(given).__name__
+    return None
 
 
 # --- keys of a config that stand for an object --------------------------------------------------------------------
@@ -212,11 +176,7 @@ def given_keys(config: Config) -> dict[str, str]:
 
 
 def _extensions_in(config: Config) -> Iterator[tuple[str, Extension]]:
-    lists = {
-        "monitors": config.monitors,
-        "transforms": config.transforms,
-        "monitor.trackers": config.monitor.trackers,
-    }
+    lists = {"monitors": config.monitors, "transforms": config.transforms, "monitor.trackers": config.monitor.trackers}
     for name, sections in lists.items():
         yield from ((f"{name}[{index}]", section) for index, section in enumerate(sections))
     if config.checkpoint.storage is not None:
@@ -232,8 +192,8 @@ def refuse_missing(config: Config, given: UserObjects) -> None:
     for key, argument in given_keys(config).items():
         if argument in _CHECKED_HERE and not getattr(given, argument):
             expected, alternative = _TAKES[argument]
-            why = f"`given` takes {expected} handed over in Python, and nothing was; add {argument}=..., or write"
-            missing.append(Problem("", key, f"{why} {key}: {alternative}"))
+            why = f"`given` takes {expected}, passed in Python; add {argument}=..., or write {key}: {alternative}"
+            missing.append(Problem("", key, why))
     if missing:
         raise ConfigError(missing)
 
@@ -242,23 +202,16 @@ def refuse_given(loaded: LoadedConfig) -> None:
     """Raise ConfigError if the config needs objects, which can't be passed on the command line."""
     keys = given_keys(loaded.config)
     arguments = ", ".join(dict.fromkeys(f"{argument}=..." for argument in keys.values()))
-    run = str(loaded.runs[0].run) if loaded.runs else None
-    call = f'lockstep.train("{run or "CONFIG"}", {arguments})'
-    accept = "" if run is None else " and accept the change: --accept-changes"
-    problems = []
-    for key, argument in keys.items():
-        setting = _TAKES[argument][1]
-        another = "name a `custom` one here" if setting == "custom" else f"write {key}: {setting}"
-        why = f"`given` is an object handed over in Python; hand it over again: {call}, or {another}{accept}"
-        problems.append(Problem("", key, why))
-    if problems:
+    run = str(loaded.runs[0].run) if loaded.runs else "CONFIG"
+    why = f'`given` is an object passed in Python; pass it again: lockstep.train("{run}", {arguments}), or write'
+    if problems := [Problem("", key, f"{why} {key}: {_TAKES[argument][1]}") for key, argument in keys.items()]:
         raise ConfigError(problems)
 
 
 def not_given(key: str, expected: str, got: object) -> ConfigError:
     """Return the error for an object that the config needs and that was not passed, or has the wrong type."""
-    passed = "nothing was" if got is None else f"a {type(got).__name__} was"
-    return ConfigError(Problem("", key, f"kind `given` takes {expected} handed over in Python, and {passed}"))
+    passed = "nothing" if got is None else f"a {type(got).__name__}"
+    return ConfigError(Problem("", key, f"kind `given` takes {expected}, and {passed} was passed in Python"))
 
 
 _TRACKERS = {

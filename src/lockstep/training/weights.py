@@ -6,8 +6,7 @@
       generation_config.json, tokenizer      with the library's names for files
     XXH128SUMS                               a hash of each of these files
 
-They don't depend on the number of ranks, and loading them executes no code. Files and folders are written under another
-name in the same folder, flushed, and renamed: they exist whole or not at all.
+Files and folders are written under another name, flushed, and renamed: they exist whole or not at all.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -54,13 +53,9 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
     place = folder / MODEL
     if not holds_weights(place):
-        export = f"take those of its newest checkpoint ({command_line('lockstep', 'export', folder, '--to', place)})"
-        if is_finished(folder):
-            raise ConfigError(f"{folder}: the weights that this run left ({Path(MODEL, FILE)}) are gone; {export}")
-        raise ConfigError(
-            f"{folder}: this run left no weights ({Path(MODEL, FILE)}); only a finished run does: "
-            f"finish it ({command_line('lockstep', 'train', folder)}), or {export}"
-        )
+        export = f"take those of its newest checkpoint: {command_line('lockstep', 'export', folder, '--to', place)}"
+        why = "are gone" if is_finished(folder) else "don't exist before it is finished"
+        raise ConfigError(f"{folder}: the weights of this run ({Path(MODEL, FILE)}) {why}; {export}")
     try:
         fit = match_weights(model, read_weights(place))
         if not fit.whole:
@@ -78,10 +73,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], target: Path) -> None:
-    """Write a safetensors file, and a file with its hash if it is called `model.safetensors`.
-
-    Raises what the disk and safetensors raise.
-    """
+    """Write a safetensors file, and a file with its hash if it is called `model.safetensors`."""
     with whole_file(target) as partial:
         write_tensors(tensors, partial)
         checksums.forget(target)
@@ -90,7 +82,7 @@ def save_tensors(tensors: Mapping[str, Tensor], target: Path) -> None:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write a safetensors file in place. Raises what the disk and safetensors raise."""
+    """Write a safetensors file in place."""
     from safetensors.torch import save_file
 
     users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
@@ -102,30 +94,20 @@ def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 def save_for_transformers(
-    model: Any,
-    expected: ModelTensors,
-    tensors: Mapping[str, Tensor],
-    target: Path,
-    tokenizer: str | None,
-    also: Callable[[Path], None] | None = None,
+    model: Any, expected: ModelTensors, tensors: Mapping[str, Tensor], target: Path, tokenizer: str | None
 ) -> None:
-    """Write a folder for `from_pretrained`.
+    """Write a folder for `from_pretrained`. Raises RunFailed if transformers hasn't written all of the model.
 
     Args:
         expected: The tensors of the whole model.
         tensors: Parameters and saved buffers by name, whole, tied ones once.
         tokenizer: Folder or hub name of the model's tokenizer.
-        also: Writes further files.
-
-    Raises RunFailed if transformers hasn't written all of the model, and what the disk and the libraries raise.
     """
     from lockstep.models.transformers_models import own_classes, quiet
 
     with whole_folder(target) as partial, quiet(), own_classes(model):
         model.save_pretrained(partial, state_dict=expected.with_tied_names(tensors))
         complete_for_transformers(model, expected, partial, target, tokenizer)
-        if also is not None:
-            also(partial)
         checksums.record_folder(partial, {})
 
 
@@ -174,11 +156,7 @@ def tokenizer_of(model: Model, data: DataSource) -> str | None:
 
 
 def to_rebuild(loaded: LoadedConfig, *, trusted: bool) -> Config:
-    """Return the config from which a run's model is built again, for its trained weights.
-
-    Raises:
-        ConfigError: it names code, belongs to another user's run, and is not trusted.
-    """
+    """Return the config from which a run's model is built again. Raises ConfigError if its code isn't trusted."""
     config = approved(loaded, trusted=trusted)
     section = config.model.model_copy(update={"init_from": None, "init_partial": False})
     return config.model_copy(update={"model": section})
@@ -190,10 +168,8 @@ def whole_file(target: Path) -> Iterator[Path]:
     partial = temporary(target, "new")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial.touch()
-        mode = partial.stat().st_mode
         yield partial
-        partial.chmod(mode)  # safetensors makes it readable by its owner alone
+        partial.chmod(target.parent.stat().st_mode & 0o666)  # safetensors makes it readable by its owner alone
         flush(partial)
         partial.replace(target)
         flush(target.parent)
@@ -222,8 +198,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 def replace_folder(target: Path, new: Path) -> None:
     """Replace a folder, which may not exist, by a new one. Raises OSError.
 
-    At any time the target is the old one or the new one, also after a kill. A file system without an exchange of names
-    (NFS) has neither for a moment.
+    At any time the target is the old one or the new one, except for a moment on file systems that can't exchange names.
     """
     if not target.exists():
         new.rename(target)

@@ -4,8 +4,7 @@
     update k + 1      sums of bits | ...                                                      compared with these
     where parameters are gathered      and around a forward of each module, while they are whole
 
-Parameters are saved in the background until the next step, and only buffers are restored after an update that failed or
-is discarded; what is written to a gathered parameter is lost when it is freed. Updates 1, 2, 3, 5, 9, 17, ... are
+Such a change is lost when a gathered parameter is freed, and in a run that resumes. Updates 1, 2, 3, 5, 9, 17, ... are
 watched, so that a steady update costs nothing.
 """
 
@@ -96,9 +95,8 @@ class ParameterWatch:
         flags = zip(self._names, self.held, self.trained, strict=True)
         changed = list(dict.fromkeys(name for name, held, trained in flags if held.requires_grad is not trained))
         why = (
-            f"requires_grad of {listed(changed, _NAMED)} has changed since the start, and the optimizer has the "
-            "parameters that were trained then; end this run, and start another from its weights (model.init_from), "
-            "with other frozen parameters"
+            f"requires_grad of {listed(changed, _NAMED)} has changed since the start; end this run, and start another "
+            "from its weights (model.init_from), with other frozen parameters"
         )
         return ConfigError(Problem("", "model", why))
 
@@ -119,7 +117,7 @@ def _around_forwards(
 
     Args:
         at_rest: Those outside of forwards, under all their names.
-        written: Gets the names of those that it changes.
+        written: Gets the names of those that a forward changes.
         whole: Gets the parameters by name.
     """
     handles = []
@@ -187,26 +185,23 @@ def _changed(before: dict[str, _Mark], now: dict[str, _Mark]) -> set[str]:
 def _replaced(names: list[str], ranks: list[int]) -> ConfigError:
     why = (
         f"a forward, or code of your own, has replaced {listed(names, _NAMED)} since the start, on rank "
-        f"{', '.join(map(str, ranks))}: the run would depend on which rank gets which batch; make the model keep its "
-        "modules, as BigBird does with attention_type: original_full, or with batches of more tokens"
+        f"{', '.join(map(str, ranks))}: the run would depend on which rank gets which batch; keep the model's modules"
     )
     return ConfigError(Problem("", "model", why))
 
 
 def _overridden(names: list[str]) -> ConfigError:
     why = (
-        f"the forward calls a module with other tensors instead of {listed(names, _NAMED)} "
-        "(torch.func.functional_call), and fsdp gathers its own there; set parallel.fsdp.wrap: root, or "
-        "parallel.strategy: ddp"
+        f"the forward calls a module with other tensors instead of {listed(names, _NAMED)} (functional_call), and fsdp "
+        "gathers its own there; set parallel.fsdp.wrap: root, or parallel.strategy: ddp"
     )
     return ConfigError(Problem("", "parallel.strategy", why))
 
 
 def _written(names: list[str]) -> ConfigError:
     why = (
-        f"{listed(names, _NAMED)} changed outside of the optimizer's step, in a forward or by code of your own: such a "
-        "change is lost with sharded parameters, and in a run that resumes. If a first batch sets them, run one batch "
-        "through the model before you hand it over; make what follows the weights buffers (register_buffer); normalize "
-        "or clip weights where they are used (an embedding without max_norm)"
+        f"{listed(names, _NAMED)} changed outside of the optimizer's step, in a forward or by code of your own: it is "
+        "lost with sharded parameters, and in a run that resumes. If a first batch sets them, run one batch before; "
+        "make what follows the weights buffers; normalize or clip weights where they are used"
     )
     return ConfigError(Problem("", "model", why))
