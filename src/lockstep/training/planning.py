@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-=======
-import json
->>>>>>> 6629bc59 (Training without circles of imports: one readback, evaluation as a function, rollbacks apart, one start on hosts; fewer fallbacks, checks and sentences)
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -75,25 +71,3 @@ def data_facts(config: Config, given: UserObjects) -> tuple[DataFacts, list[str]
     """Return the facts about the data that the config states, or else those of the data; and notes for the user."""
     facts = facts_of_config(config)
     return (open_sources(config, given)[0].facts, []) if facts is None else (facts, [NOT_READ])
-<<<<<<< HEAD
-=======
-
-
-def deepspeed_config(loaded: LoadedConfig, *, trust_remote_code: bool) -> int:
-    """Print the DeepSpeed config of the same run without Lockstep."""
-    from lockstep.config.deepspeed import derived_of, plain_config
-    from lockstep.models.build import describe_model
-    from lockstep.plan.plan import make_plan
-    from lockstep.strategies.deepspeed import STRATEGY as DEEPSPEED
-
-    config, given = loaded.config, UserObjects(trust_remote_code=trust_remote_code)
-    refuse_given(loaded)
-    if config.parallel.strategy != DEEPSPEED.name:
-        why = f"{config.parallel.strategy}, so that DeepSpeed has no part in it; write {DEEPSPEED.name}"
-        raise ConfigError(Problem("", "parallel.strategy", why))
-    facts, _ = data_facts(config, given)
-    parameters = describe_model(config.model, facts, trust_remote_code=trust_remote_code)
-    plan = make_plan(config, choose_ranks(config.launch), facts, parameters)
-    echo(json.dumps(plain_config(config, derived_of(plan)), indent=2))
-    return 0
->>>>>>> 6629bc59 (Training without circles of imports: one readback, evaluation as a function, rollbacks apart, one start on hosts; fewer fallbacks, checks and sentences)
