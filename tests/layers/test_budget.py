@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 82_368
+MOST_LINES = 81_020
 MOST_FILES = 466
-MOST_CODE = 49_306
+MOST_CODE = 48_642
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
-LARGER_PACKAGES = {"training": 10_211, "monitor": 5_774}
+LARGER_PACKAGES = {"training": 8_890, "monitor": 5_774}
 MOST_SMALL_FILES = 7
 """Files of less than 60 lines, an `__init__` aside, that one other file imports."""
 MOST_IN_CIRCLES = {
