@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 81_020
-MOST_FILES = 466
-MOST_CODE = 48_642
+MOST_LINES = 79_028
+MOST_FILES = 464
+MOST_CODE = 47_671
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
-LARGER_PACKAGES = {"training": 8_890, "monitor": 5_774}
+LARGER_PACKAGES = {"training": 8_869, "monitor": 5_774}
 MOST_SMALL_FILES = 7
 """Files of less than 60 lines, an `__init__` aside, that one other file imports."""
 MOST_IN_CIRCLES = {
