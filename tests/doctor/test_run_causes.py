@@ -117,7 +117,7 @@ EXITS = [
     ("import sys; sys.exit(0)", 1, "called sys.exit(0) in ", "cause: a rank exited"),
     ("os._exit(0)", 0, "without a record: its process was killed or called os._exit()", "search the program for"),
     ("import no_such_package", 1, "No module named 'no_such_package'", "cause: package missing"),
-    ("from os import nothing", 1, "cannot import name 'nothing'", "cause: an import fails"),
+    ("from os import nothing", 1, "cannot import name 'nothing'", "cause: an exception"),
 ]
 
 

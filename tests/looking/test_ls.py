@@ -23,6 +23,7 @@ from lockstep.launch.ends_file import append_ends
 from lockstep.launch.outcome import LaunchResult
 from lockstep.looking.listing import describe, list_runs, runs_in
 from lockstep.looking.states import RunState, status_of
+from lockstep.monitor.attempts import Attempt, attempts_text
 from lockstep.monitor.events import EventLog, summarize
 from lockstep.monitor.folder import RunFolder, is_finished
 
@@ -30,7 +31,8 @@ from lockstep.monitor.folder import RunFolder, is_finished
 def make_run(path: Path, steps: int = 30, *, host: str = "a", **changes: object) -> RunFolder:
     """Start a run that writes `steps` lines, and holds its lock."""
     run = RunFolder.create(path)
-    run.write_config("description: learns\nrun:\n  # as given\n  steps: 40\n  samples: null\nmonitor:\n  steps: 7\n")
+    run.write_config("description: learns\n")
+    run.write_attempts(attempts_text([Attempt(time.time(), time.time(), facts={"steps": 40})]))
     run.write_environment(
         {"host": host, "created": "2026-11-21T09:30:00+0000", "variables": {"LOCKSTEP_LAUNCHER": "1"}}
     )

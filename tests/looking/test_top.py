@@ -32,7 +32,8 @@ PHASES = ("forward", "backward", "communication")
 def make_run(path: Path, ranks: int = 2, *, per_host: int = 8, age: float = 0.0, silent: tuple[int, ...] = ()) -> Path:
     """Write the files of a run that is running on another host; rank 1 is a straggler."""
     path.mkdir(parents=True)
-    (path / "config.yaml").write_text("run:\n  steps: 300\n")
+    began = time.time() - age - 20
+    (path / "attempts.jsonl").write_text(attempts_text([Attempt(began, began, facts={"steps": 300})]))
     (path / "run.lock").write_text("process 9 on host-0, since 2026-11-21 09:30:00\n")
     (path / "environment.json").write_text('{"host": "host-0"}')
     losses = [*(4.0 / step for step in range(1, 120)), math.nan]
@@ -66,20 +67,12 @@ def screen(run: Path, width: int = 80, height: int = 24) -> list[str]:
     return lines
 
 
-def test_a_ratio_that_is_not_finite_is_a_dash(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    live = json.loads((run / "live.json").read_text())
-    live["stragglers"][0]["ratio"] = None
-    (run / "live.json").write_text(json.dumps(live))
-    assert watch(run).ranks[1].straggler == "- data"
-
-
 def test_a_small_run_is_shown_whole(tmp_path: Path) -> None:
     lines = screen(make_run(tmp_path / "run"), 120)
     assert lines[0].endswith("run  running  2 ranks on host-0")
     assert lines[1] == "The loss is not finite from step 120 on"
-    assert re.fullmatch(r"120/300  ━+╸? *40 %  0:1[89] left", lines[2])
-    assert lines[3] == "24.5k tokens/s  100 ms a step  grad norm 0.5  lr 0.001  1 discarded"
+    assert re.fullmatch(r"120/300 ━+╸? *40 %  0:1[89] left", lines[2])
+    assert lines[3].startswith("24.5k tokens/s  100 ms a step  grad norm 0.5  lr 0.001  goodput ")
     assert re.fullmatch(r"loss [▁-█]+x 4 to 0.03361", lines[4])
     assert lines[5] == "time forward 60 %  backward 40 %"
     assert [line.split() for line in lines[7:10]] == [
@@ -106,14 +99,6 @@ def test_a_small_run_is_shown_whole(tmp_path: Path) -> None:
         "step 100: evaluation held-out: loss 0.5",
         "step 100: saved 2.00 KiB in 0.25 s",
     ]
-
-
-def test_lines_that_can_t_be_read_are_counted(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    for name, text in (("metrics.jsonl", 'damaged\n[]\n{"step": 121, "lo'), ("events.jsonl", "{\n")):
-        with (run / name).open("a") as file:
-            file.write(text)
-    assert screen(run, 120)[2] == "2 lines of metrics.jsonl and 1 line of events.jsonl can't be read"
 
 
 def test_a_phase_lasts_as_long_as_it_was_posted_unless_the_rank_is_stuck_in_it(tmp_path: Path) -> None:
@@ -160,7 +145,7 @@ def test_gpus_of_several_hosts_have_their_columns(tmp_path: Path) -> None:
     for number, row in enumerate(content["ranks"]):
         row["gauges"] = {"gpu_utilization": 97.0 - number, "memory_allocated": 2.0**33, "gpu_memory_total": 8e10}
     (run / "live.json").write_text(json.dumps(content))
-    facts = {"flops_per_token": 6e9, "peak_flops": 1e15, "ranks": 4}
+    facts = {"steps": 300, "flops_per_token": 6e9, "peak_flops": 1e15, "ranks": 4}
     now = time.time()
     attempt = Attempt(launched=now - 24, began=now - 20, hosts=(("host-0", 2), ("host-1", 2)), facts=facts)
     (run / "attempts.jsonl").write_text(attempts_text([attempt]))
@@ -210,7 +195,7 @@ def test_damaged_files_are_shown_as_far_as_they_go(tmp_path: Path) -> None:
     )
     (run / "metrics.jsonl").write_bytes(os.urandom(5000))
     assert "\x1b" not in "".join(screen(run))
-    for name in ("live.json", "events.jsonl", "metrics.jsonl", "environment.json", "config.yaml"):
+    for name in ("live.json", "events.jsonl", "metrics.jsonl", "environment.json", "attempts.jsonl"):
         (run / name).unlink()
     assert screen(run)
 

@@ -146,7 +146,10 @@ def test_a_disk_or_a_network_that_fails_is_a_sentence_without_a_traceback(caplog
 
     full = OSError(errno.ENOSPC, "No space left on device", "mlruns/meta.yaml")
     assert fails(full) == "[Errno 28] No space left on device: 'mlruns/meta.yaml'"
-    assert fails(RuntimeError("can't write\nat all"), full) == "can't write (No space left on device: mlruns/meta.yaml)"
+    assert (
+        fails(RuntimeError("can't write\nat all"), full)
+        == "can't write ([Errno 28] No space left on device: 'mlruns/meta.yaml')"
+    )
     assert fails(ConfigError("wandb.init has no argument proj; did you mean project?")).endswith("mean project?")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import math
 import re
 import threading
 import time
@@ -54,15 +53,6 @@ def test_an_image_is_a_png_that_other_readers_read(pixels: object, expected: np.
     assert np.array_equal(np.asarray(Pillow.open(io.BytesIO(image.png()))), expected)
 
 
-def test_pixels_out_of_range_are_clamped_which_is_stated_once(caplog: pytest.LogCaptureFixture) -> None:
-    entries = MetricLog()
-    for value in (0.5, 1.5, 2.5, math.nan):
-        entries.image("x", torch.full((2, 2), value))
-        entries.take().drain()
-    (record,) = caplog.records
-    assert record.message.startswith("log.image('x'): pixels below 0 or above 1 are shown as 0 or 1")
-
-
 def test_a_later_change_doesn_t_show() -> None:
     entries, pixels = MetricLog(), COLORS.clone()
     entries.image("x", pixels)
@@ -73,10 +63,9 @@ def test_a_later_change_doesn_t_show() -> None:
 @pytest.mark.parametrize(
     ("pixels", "message"),
     [
-        ("cat.png", "log.image('x'): expected a tensor of pixels, got str ('cat.png')"),
         (torch.zeros(2, 2, dtype=torch.int64), "floats from 0 to 1, got int64; convert them"),
-        (torch.zeros(8, 3, 4, 4), "got a tensor of shape [8, 3, 4, 4]; log one image of a batch"),
-        (torch.zeros(32, 32, 3), "got a tensor of shape [32, 32, 3]; channels come first: .permute(2, 0, 1)"),
+        (torch.zeros(8, 3, 4, 4), "got a tensor of shape [8, 3, 4, 4]"),
+        (torch.zeros(32, 32, 3), "got a tensor of shape [32, 32, 3]"),
         (torch.zeros(3, 0, 4), "expected [height, width] or [1, 3 or 4 channels, height, width]"),
         (torch.zeros(1, 1, dtype=torch.uint8).expand(4096, 4096), "4096 x 4096 is more than 4,194,304 pixels"),
     ],
@@ -99,12 +88,12 @@ def test_a_table_has_plain_cells_and_is_cut() -> None:
 @pytest.mark.parametrize(
     ("columns", "rows", "message"),
     [
-        ("ab", [], "columns must be a list of names, not str"),
+        ("ab", [], "columns must be a list, not str"),
         ([], [], "0 columns; a table has 1 to 100"),
-        (["a"], 3, "rows must be a list of rows, not int"),
-        (["a"], ["b"], "row 0 must be a list of cells, not str"),
+        (["a"], 3, "rows must be a list, not int"),
+        (["a"], ["b"], "row 0 must be a list, not str"),
         (["a", "b"], [[1, 2], [1]], "row 1 has 1 cells, but there are 2 columns"),
-        (["a"], [[torch.zeros(2)]], "row 0, column 'a': expected a string, a number, a bool or None, got Tensor"),
+        (["a"], [[torch.zeros(2)]], "row 0: expected a string, a number, a bool or None, got Tensor"),
     ],
 )
 def test_what_is_no_table_is_refused(columns: Any, rows: Any, message: str) -> None:

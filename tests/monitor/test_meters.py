@@ -105,12 +105,12 @@ def test_peaks_are_those_of_the_data_sheets(name: str, dtype: str, teraflops: fl
 
 def test_peaks_are_dense_in_each_dtype() -> None:
     """A figure with sparsity would be twice as large as the others of its GPU allow."""
-    for peak in meters._PEAKS:
-        if peak.bf16 is not None:
-            assert peak.fp16 == peak.bf16, peak.name
-            if peak.tf32 is not None:
-                assert peak.bf16 == pytest.approx(2 * peak.tf32, rel=0.05), peak.name
-                assert peak.fp32 <= peak.tf32, peak.name
+    for name, (fp32, tf32, bf16, fp16) in meters._PEAKS.items():
+        if bf16 is not None:
+            assert fp16 == bf16, name
+            if tf32 is not None:
+                assert bf16 == pytest.approx(2 * tf32, rel=0.05), name
+                assert fp32 <= tf32, name
 
 
 def test_an_unknown_dtype_is_a_programmers_error() -> None:

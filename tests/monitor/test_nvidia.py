@@ -182,7 +182,7 @@ def test_the_console_states_each_fault_once_with_rank_and_host() -> None:
     console.finish(None)  # and its thread has written
     assert [line for line in stream.getvalue().splitlines() if "GPU" in line] == [
         "step 20: GPU of ranks 0 and 2 on a: throttled by its temperature limit",
-        "step 20: GPU of rank 1 on b: Xid error 79 (the GPU is lost from the bus), number 1 of this run",
+        "step 20: GPU of rank 1 on b: Xid error 79 (https://docs.nvidia.com/deploy/xid-errors), number 1 of this run",
         "step 20: GPU of rank 1 on b: no longer answers its driver; check it with nvidia-smi and restart its host",
     ]
 

@@ -19,7 +19,6 @@ from lockstep.monitor.rank_meters import (
     RANKS,
     MeterFiles,
     MeterReport,
-    MeterThread,
     RankInterval,
     RankMeters,
     RankNotice,
@@ -52,7 +51,7 @@ numbers = st.floats(0, 1e9)
 
 @given(st.dictionaries(st.integers(-700, 700), st.integers(1, 9)), st.lists(numbers, min_size=8, max_size=8), numbers)
 def test_a_notice_arrives_as_it_was_posted(bins: dict[int, int], split: list[float], value: float) -> None:
-    durations = Durations(Counter(bins), sum(bins.values()), value, value, 0.1, value)
+    durations = Durations(Counter(bins), sum(bins.values()), value, 0.1, value)
     sent = RankNotice(3, "höst", 7, 1.5, 9, Phase.SAVE, value, UpdateTimes(durations, split, 4, value), {"x": value})
     assert RankNotice.decode(sent.encode()) == sent
 
@@ -74,11 +73,11 @@ def test_what_befell_a_gpu_as_its_rank_ended_is_in_the_ranks_log(caplog: pytest.
             raise RuntimeError("the store has ended")
 
     readings = iter([{"gpu_xid_errors": 1.0, "gpu_last_xid": 13.0}, {"gpu_xid_errors": 2.0, "gpu_last_xid": 79.0}])
-    thread = MeterThread(RankMeters(PhaseClock(), Ended(None, 0, 1), 3, lambda: 9, [lambda: next(readings)]), None)
+    thread = RankMeters(PhaseClock(), Ended(None, 0, 1), 3, lambda: 9, [lambda: next(readings)])
     thread.start()
     thread.finish()
     host = socket.gethostname()
-    text = f"GPU of rank 3 on {host}: Xid error 79 (the GPU is lost from the bus), number 2 of this run"
+    text = f"GPU of rank 3 on {host}: Xid error 79 (https://docs.nvidia.com/deploy/xid-errors), number 2 of this run"
     assert [record.getMessage() for record in caplog.records] == [text]
 
 
@@ -189,7 +188,7 @@ def test_the_thread_posts_the_last_state_and_ends_whether_or_not_the_disk_takes_
     shown: list[MeterReport] = []
     files.show = shown.append
     (tmp_path / "missing").write_text("a file where the folder should be")
-    thread = MeterThread(RankMeters(clock, board, 0, lambda: 1), files, seconds=0.01)
+    thread = RankMeters(clock, board, 0, lambda: 1, files=files, seconds=0.01)
     thread.start()
     for _ in range(3):
         clock.updated()

@@ -45,6 +45,6 @@ def test_evaluations_that_are_repeated_are_moved(tmp_path: Path) -> None:
     ]
     (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
     for _ in range(2):
-        history.remove_evaluations(tmp_path, 6, tmp_path / "earlier" / "1")
+        history.rewind(tmp_path, 6, tmp_path / "earlier" / "1", repeats_evaluations=True)
         assert (tmp_path / "events.jsonl").read_bytes() == b"".join([*lines[:2], lines[3]])
         assert (tmp_path / "earlier" / "1" / "events.jsonl").read_bytes() == lines[2]

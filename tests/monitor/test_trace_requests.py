@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from lockstep.config.training_sections import ProfileConfig
-from lockstep.monitor.trace_requests import Span, TraceOptions, TraceRequest, next_free, options_of, spans_of
+from lockstep.monitor.trace_requests import Span, includes, next_free, spans_of
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,11 @@ def test_a_resumed_run_records_what_is_left(next_update: int, left: Span | None)
     ],
 )
 def test_a_request_waits_for_what_is_planned(planned: list[Span], expected: Span) -> None:
-    assert next_free(20, TraceRequest(3, 1, TraceOptions()), planned) == expected
+    assert next_free(20, ProfileConfig(steps="1..3"), planned) == expected
 
 
 def test_requests_pass_as_json() -> None:
-    request = TraceRequest(3, 1, TraceOptions(ranks=(0, 3), flops=True))
-    assert TraceRequest.decode(request.encode()) == request
-    assert options_of(ProfileConfig(ranks="all")).includes(7)
-    assert not options_of(ProfileConfig()).includes(1)
+    request = ProfileConfig(steps="1..3", ranks=(0, 3), flops=True)
+    assert ProfileConfig.model_validate_json(request.model_dump_json()) == request
+    assert includes(ProfileConfig(ranks="all"), 7)
+    assert not includes(ProfileConfig(), 1)

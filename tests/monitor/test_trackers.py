@@ -34,7 +34,7 @@ MEDIA = ("picture", "errors", "weights", "sample")
 PIXELS = bytes(range(2 * 3 * 3))
 LOGGED = Logged(
     {"hits": 0.5},
-    {"weights": Histogram({200: 3, 210: 1}, 0.1, 2.0, 3.0, 4.5)},
+    {"weights": Histogram({200: 3, 210: 1}, 0.1, 2.0, 3.0)},
     {"sample": "def f"},
     {"picture": LoggedImage(3, 2, 3, PIXELS), "errors": LoggedTable(("text", "label"), (("a", 1), (None, 2.5)))},
 )

@@ -21,10 +21,10 @@ from lockstep.report.run_data import read_run
 @pytest.mark.parametrize(
     ("run", "name", "share", "words"),
     [
-        ("data", "data", 0.5, "The data came too late"),
-        ("save", "saves", 0.5, "Training waited for 7 saves"),
-        ("rank", "straggler", 0.4, "Rank 1 computed"),
-        ("link", "communication", 0.5, "which isn't explained by slow ranks"),
+        ("data", "data", 0.5, "An update waits for samples"),
+        ("save", "saves", 0.5, "An update waits for checkpoints"),
+        ("rank", "straggler", 0.4, "Rank 1 on"),
+        ("link", "communication", 0.5, "An update waits for other ranks"),
     ],
 )
 def test_the_meters_name_it_first(runs: Path, run: str, name: str, share: float, words: str) -> None:
@@ -43,7 +43,7 @@ def test_tiny_micro_batches_are_named_without_an_invented_gain(runs: Path) -> No
     if "small operators" not in causes and "crowded host" in causes:
         pytest.skip("other processes have this machine's cores: no micro-batch is short")
     cause = causes["small operators"]
-    assert "Its 13 micro-batches are so short" in cause.fact
+    assert "its micro-batches are so short" in cause.fact
     assert "batch.micro_size" in cause.remedy
     assert cause.gain is None
 

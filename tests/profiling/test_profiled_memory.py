@@ -12,8 +12,9 @@ from kit.worlds import in_process, in_world
 from profiling import held
 
 from lockstep.monitor.folder import RunFolder
-from lockstep.profiling.memory import MemoryProfile, memory_lines, module_rows
+from lockstep.profiling.memory import memory_lines, module_rows
 from lockstep.simulation.memory import CATEGORIES, Peak
+from lockstep.simulation.planning import MeasuredMemory
 
 
 def _adds_up(peak: Peak) -> None:
@@ -70,12 +71,12 @@ def test_the_command_beside_the_plan(tmp_path: Path) -> None:
 def test_a_difference_is_named() -> None:
     predicted = Peak(1000, {**dict.fromkeys(CATEGORIES, 0), "activations": 800, "parameters": 200}, {})
     measured = Peak(2200, {**predicted.by_category, "activations": 2000}, {"body": {"activations": 2000}})
-    profile = MemoryProfile("three updates", measured, predicted, "", 5000, on_cpu=False)
+    profile = MeasuredMemory(predicted, "", measured, 5000, 1, on_cpu=False)
     text = "\n".join(memory_lines(profile))
     assert "it is 2.20 times what the plan predicts, above all in activations: 1.17 KiB more" in text
-    assert "activations       1.95 KiB   90.9%       800 B   +1.17 KiB" in text
+    assert "activations  1.95 KiB   90.9%      800 B   +1.17 KiB" in text
     assert "has reserved 4.88 KiB of the GPU: 2.73 KiB more than the tensors' peak" in text
-    unknown = MemoryProfile("three updates", measured, None, "its forward reads values", 5000, on_cpu=True)
+    unknown = MeasuredMemory(None, "its forward reads values", measured, 5000, 1, on_cpu=True)
     assert "the plan can't predict it: its forward reads values" in "\n".join(memory_lines(unknown))
 
 

@@ -9,29 +9,30 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config.training_sections import ProfileConfig
 from lockstep.core.errors import RunFailed
 from lockstep.monitor.attempts import Attempt, attempts_text, is_running
 from lockstep.monitor.folder import RunFolder
-from lockstep.monitor.trace_requests import REQUEST, RequestWatch, TraceOptions, TraceRequest
+from lockstep.monitor.trace_requests import REQUEST, RequestWatch
 from lockstep.profiling import requesting
 from lockstep.profiling.requesting import request_traces
 
-REQUESTED = TraceRequest(2, 1, TraceOptions())
+REQUESTED = ProfileConfig(steps="1..2").model_dump_json()
 
 
 def requested(run: Path) -> Path:
     (run / "profile").mkdir(exist_ok=True)
     file = run / "profile" / REQUEST
-    file.write_bytes(REQUESTED.encode())
+    file.write_text(REQUESTED)
     return file
 
 
 def test_a_request_that_came_while_the_run_started_is_kept_and_an_earlier_one_is_not(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
-    for age, announced in ((0.0, [2]), (-60.0, [])):
+    for age, announced in ((0.0, [REQUESTED.encode()]), (-60.0, [])):
         file, names = requested(run.path), []
         os.utime(file, (time.time() + age,) * 2)
-        watch = RequestWatch(run.path, lambda request, names=names: names.append(request.count), lambda: True)
+        watch = RequestWatch(run.path, lambda request, names=names: names.append(request), lambda: True)
         watch.start()
         limit = time.monotonic() + 30
         while announced and not names and time.monotonic() < limit:
@@ -59,19 +60,19 @@ def test_why_no_trace_came_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(requesting, "_POLL_S", 0.02)
     run = RunFolder.create(tmp_path / "run")
     with pytest.raises(RunFailed, match="has not begun its first update"):
-        request_traces(run.path, 1, TraceOptions(), 0.1)
+        request_traces(run.path, ProfileConfig(steps=1), 0.1)
     assert not (run.path / "profile").exists()
     (run.path / "attempts.jsonl").write_text(attempts_text([Attempt(0.0, 1.0, facts={"ranks": 2})]))
     with pytest.raises(RunFailed, match="no rank 5"):
-        request_traces(run.path, 1, TraceOptions((5,)), 0.1)
+        request_traces(run.path, ProfileConfig(steps=1, ranks=(5,)), 0.1)
     with pytest.raises(RunFailed, match="no trace of rank 0, 1"):
-        request_traces(run.path, 1, TraceOptions(None), 0.1)
+        request_traces(run.path, ProfileConfig(steps=1, ranks="all"), 0.1)
     assert not list((run.path / "profile").iterdir())
     request = requested(run.path)
     with pytest.raises(RunFailed, match="another request is waiting"):
-        request_traces(run.path, 1, TraceOptions(), 0.1)
+        request_traces(run.path, ProfileConfig(steps=1), 0.1)
     request.unlink()
     run.release()
     monkeypatch.setattr(requesting, "_GRACE_S", 0.0)
     with pytest.raises(RunFailed, match="has ended before rank 0"):
-        request_traces(run.path, 1, TraceOptions(), 5.0)
+        request_traces(run.path, ProfileConfig(steps=1), 5.0)

@@ -161,8 +161,8 @@ def test_steps_are_whole_and_round() -> None:
 @pytest.mark.parametrize(
     ("values", "unit", "labels"),
     [
-        ([0.0, 0.5, 1.0], "plain", ["0", "0.5", "1.0"]),
-        ([0.0, 1e-5, 2e-5], "plain", ["0", "1e-5", "2e-5"]),
+        ([0.0, 0.5, 1.0], "plain", ["0", "0.5", "1"]),
+        ([0.0, 1e-5, 2e-5], "plain", ["0", "1e-05", "2e-05"]),
         ([0.01, 0.1, 1.0, 10.0], "plain", ["0.01", "0.1", "1", "10"]),
         ([0, 2000, 4000], "plain", ["0", "2,000", "4,000"]),
         ([0, 500_000, 1_000_000], "plain", ["0", "500k", "1M"]),
@@ -232,29 +232,19 @@ def test_many_noisy_values_get_a_median_and_are_thinned() -> None:
 
 
 def test_events_are_marked_at_their_steps() -> None:
-    marks = Marks({25: "restarted"}, discarded=[50], saves=[20, 40], failed_saves=[60])
+    marks = Marks([25], discarded=[50], saves=[20, 40], failed_saves=[60])
     svg = draw(chart(series([1.0] * 10), marks=marks, is_large=True))
-    assert 'class="restart" x1="25.00%" x2="25.00%"' in svg
-    assert ">restarted</text>" in svg
+    assert 'class="restart" x1="25%" x2="25%"' in svg
     assert 'class="discarded" x1="50%"' in svg
     assert re.findall(r'class="save" x1="([^"]*)"', svg) == ["20%", "40%"]
     assert re.findall(r'class="failed" x1="([^"]*)"', svg) == ["60%"]
 
 
-def test_marks_in_the_same_place_are_one_and_words_do_not_overlap() -> None:
-    restarts = {step: f"number {step}" for step in range(0, 100_000, 1000)}
-    marks = Marks(restarts, saves=range(1, 100_000))
+def test_marks_in_the_same_place_are_one() -> None:
+    marks = Marks(range(0, 100_000, 1000), saves=range(1, 100_000))
     svg = draw(chart(series([1.0] * 10_000), marks=marks, is_large=True))
     assert svg.count('class="save"') <= 501
     assert svg.count('class="restart"') == 100
-    assert svg.count(">number ") <= 7
-
-
-def test_small_charts_have_no_words_beside_their_marks() -> None:
-    marks = Marks({25: "restarted"})
-    svg = draw(chart(series([1.0] * 10), marks=marks))
-    assert 'class="restart"' in svg
-    assert "restarted" not in svg
 
 
 def test_a_chart_has_a_label_for_screen_readers() -> None:
@@ -268,11 +258,5 @@ def test_no_two_of_seven_curves_look_alike() -> None:
 
 
 def test_a_single_value_is_a_dot() -> None:
-    svg = draw(chart(series([1.0])))
-    assert svg.count("<circle") == 1
-
-
-def test_a_scale_of_shares_ends_at_all_unless_a_value_is_larger() -> None:
-    assert fitted(np.array([1.0, 1.0]), most=1.0).high == 1.0
-    assert fitted(np.array([0.4, 0.98]), most=1.0).high == 1.0
-    assert fitted(np.array([1.2, 1.2]), most=1.0).high > 1.2
+    (path,) = curve_paths(draw(chart(series([1.0]))))
+    assert path.endswith("h0")

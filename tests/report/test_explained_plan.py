@@ -45,7 +45,6 @@ def test_an_update_beside_its_plan_and_the_peak(tmp_path: Path) -> None:
     assert explanation.mfu == pytest.approx(5e5 * 6e9 / (8 * 989.5e12))
     text = "\n".join(explanation.sentences)
     assert "Each rank computes 375TFLOP/s, 37.9 % (MFU) of the 990TFLOP/s that the data sheet of NVIDIA H100" in text
-    assert "By its plan a rank sends 6.52 GiB in an update; it waited 500 ms for other ranks" in text
     assert "At most 32.0 GiB of the device were used, by rank 7; by its plan 16.0 GiB are 4.00 GiB weights" in text
     assert "Its goodput is 93 %: of 3 min 35 s" in text
 
@@ -54,7 +53,6 @@ def test_a_pipeline_waits_by_its_plan(tmp_path: Path) -> None:
     divided = replace(GPU, planned=Planned(2**30, 2**30, 2**31, None, 0.2))
     text = "\n".join(explain(write_run(tmp_path / "run", divided)).sentences)
     assert "its pipeline waits 20% by the plan" in text
-    assert "By its plan a rank sends" not in text
 
 
 @pytest.mark.parametrize(

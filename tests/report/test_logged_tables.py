@@ -35,7 +35,7 @@ def test_the_last_table_of_each_name_is_in_the_page(tmp_path: Path) -> None:
     page = page_of(run)
     assert f"step 9 · errors errors at step 9 word hits {SCRIPT} <b> 2024 0.123457" in page.text
     assert f"step 9 · {second.name}" in page.text
-    assert "The last of each name; 1 more is in media/." in page.text
+    assert "The last of each name; others in media/: 1." in page.text
     assert len(page.scripts) == 1, "the page's own"
     regions = [attributes["aria-label"] for _, attributes in page.elements if attributes.get("role") == "region"]
     assert {"errors at step 9", f"{SCRIPT} at step 9"} <= set(regions)
@@ -45,11 +45,11 @@ def test_the_last_table_of_each_name_is_in_the_page(tmp_path: Path) -> None:
     ("table", "cut"),
     [
         (of(20, 20), ""),
-        (of(21), "21 rows and 1 column: all are in media/t-00000003.json."),
-        (of(1, 22), "1 row and 22 columns: all are in media/t-00000003.json."),
+        (of(21), "Shown in part: 21 rows, 1 columns; the run kept 21 rows, in media/t-00000003.json."),
+        (of(1, 22), "Shown in part: 1 rows, 22 columns; the run kept 1 rows, in media/t-00000003.json."),
         (
             of(30, 21, left_out=5),
-            "35 rows and 21 columns: all are in media/t-00000003.json, but for 5 rows that the run didn't keep.",
+            "Shown in part: 35 rows, 21 columns; the run kept 30 rows, in media/t-00000003.json.",
         ),
     ],
 )

@@ -134,7 +134,7 @@ def test_the_page_has_the_ranks_with_their_table_and_what_was_rolled_back(tmp_pa
     ]
     assert page.count("rollback") == len(titles) + 1  # and in the key
     assert "Rank host intervals time phase 1 a 10 of 10 1.6x backward" in page.text
-    assert "1 line of ranks.jsonl can't be read, and left out." in page.text
+    assert "1 line of ranks.jsonl can't be read." in page.text
     bands = {
         (attributes["x"], attributes["width"])
         for _, attributes in page.elements

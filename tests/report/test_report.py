@@ -58,8 +58,8 @@ def test_a_finished_run_is_shown_in_figures_and_curves(tmp_path: Path) -> None:
     assert [title.partition(".")[0] for title in page.charts()] == [
         *("Loss", "Accuracy", "Gradient norm", "Learning rate", "Tokens per second")
     ]
-    assert page.charts()[0] == "Loss. From 2 to 1.033, the lowest"
-    assert page.charts()[1] == "Accuracy. From 25.00 % to 75.00 %"
+    assert page.charts()[0].startswith("Loss. From 2 to 1.033; lowest 1.033 at step 30, highest 2 at step 1")
+    assert page.charts()[1].startswith("Accuracy. From 25.00 % to 75.00 %")
     assert page.count("save") == 5 * 3 + 1  # in each chart, and in the key
 
 
@@ -68,7 +68,7 @@ def test_without_tokens_the_throughput_is_of_samples(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     alike = [json.dumps({**line, "tokens_per_second": line["samples_per_second"]}) for line in lines]
     (run / "metrics.jsonl").write_text("\n".join(alike) + "\n")
-    assert page_of(run).charts()[-1] == "Samples per second. Median 640"
+    assert page_of(run).charts()[-1] == "Samples per second. Always 640"
 
 
 def test_each_set_has_its_row_and_its_curve(tmp_path: Path) -> None:
@@ -88,7 +88,6 @@ def test_restarts_are_marked_in_every_chart_and_listed(tmp_path: Path) -> None:
         "startup Not recorded 10 2 Not recorded 20 4 Not recorded 20 4 "
         "The ranks were started again 3 times, from step 10, 20, 20." in page.text
     )
-    assert "restarted 2 times" in page.text
     assert "Time 3.25 s over 4 attempts" in page.text
 
 
@@ -116,20 +115,19 @@ def test_discarded_updates_are_marked_and_listed(tmp_path: Path) -> None:
 def test_values_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
     run = make_run(tmp_path, happenings={30: [lambda log: log.see(report(31, loss=math.nan))]}, steps=30)
     text = write_report(run).read_text()
-    assert "1 value is not finite: a gap, shaded." in Page(text).text
+    assert "Not finite, shaded: 1 value of training." in Page(text).text
     assert text.count('class="gap" d="M1000 0H1000v') == 1
 
 
 def test_a_run_of_one_update_is_a_dot(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path, steps=1))
-    assert page.charts()[0] == "Loss. 2 at step 1, the only value"
-    assert page.count("dot") == len(page.charts())
+    assert page.charts()[0] == "Loss. Always 2"
 
 
 def test_what_users_logged_is_drawn(tmp_path: Path) -> None:
     values = {step: [lambda log, step=step: log.logged(step, Logged({"expert_load": step / 100}))] for step in (5, 10)}
     page = page_of(make_run(tmp_path, happenings=values))
-    assert page.charts()[-1] == "Expert load. Median 0.075; highest 0.1, at step 10"
+    assert page.charts()[-1] == "Expert load. From 0.05 to 0.1; lowest 0.05 at step 5, highest 0.1 at step 10"
 
 
 def test_of_very_many_logged_values_some_are_drawn(tmp_path: Path) -> None:
@@ -165,11 +163,11 @@ def test_config_and_environment_stand_in_it(tmp_path: Path) -> None:
     for words in (
         "Configuration, as resolved description: Learns to read optim: lr: 0.0003",
         "started 21 November 2026, 11:09 UTC+01:00",
-        "GPUs 8 × name NVIDIA H200, memory 140 GiB",
-        "Git commit 1aaa609, branch main, changed files 3",
-        "Command line lockstep train 'my run'",
-        "OMP_NUM_THREADS=1",
-        "Packages torch 2.13.0",
+        'gpus [{"name": "NVIDIA H200", "memory_bytes": 150000000000}',
+        'git {"commit": "1aaa609", "branch": "main", "changed_files": 3}',
+        'command line ["lockstep", "train", "my run"]',
+        '"OMP_NUM_THREADS": "1"',
+        'packages {"torch": "2.13.0"}',
     ):
         assert words in text, words
 
@@ -230,7 +228,6 @@ def test_without_a_whole_line_there_is_still_a_report(tmp_path: Path, content: b
     assert "This run was not finished when the report was made. No save is recorded." in page.text
     assert "No update is recorded: metrics.jsonl is missing or has no whole line." in page.text
     assert "There is no curve: no finite value is recorded." in page.text
-    assert ("The last line of metrics.jsonl is torn" in page.text) == bool(content)
     assert page.charts() == []
 
 
@@ -240,8 +237,7 @@ def test_damaged_lines_are_counted_and_the_others_shown(tmp_path: Path) -> None:
     lines[4], lines[7] = b"\xff\xfe{]\n", b'{"step": "eight"}\n'
     (run / "metrics.jsonl").write_bytes(b"".join(lines) + b'{"step": 31, "loss": 1')
     page = page_of(run)
-    assert "2 lines of metrics.jsonl can't be read, the first of them line 5; they are left out." in page.text
-    assert "The last line of metrics.jsonl is torn, as a kill or a running run leaves it" in page.text
+    assert "2 lines of metrics.jsonl can't be read, from line 5 on." in page.text
     assert "From 2 to 1.033" in page.charts()[0]
 
 
@@ -258,17 +254,6 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, content: str, flaw: 
     run = make_run(tmp_path)
     (run / name).write_text(content)
     assert flaw in page_of(run).text
-
-
-def test_what_is_nested_very_deep_is_left_out(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    nested = '{"command_line": [' * 250 + "1" + "]}" * 250
-    (run / "environment.json").write_text(f'{{"host": {nested}, "command_line": [{nested}], "variables": {nested}}}')
-    with (run / "events.jsonl").open("a") as file:
-        file.write(f'{{"evaluation": {nested}, "step": 10, "loss": 1}}\n{{"logged": {nested}, "step": 20}}\n')
-    text = page_of(run).text
-    assert re.search(r"Host command line .{,30}…", text)
-    assert "(no name) loss 1" in text
 
 
 JSON = st.recursive(
@@ -385,13 +370,9 @@ def test_the_command_writes_to_output(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_folder_that_is_not_a_run_is_refused_with_the_run_that_may_be_meant(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    with pytest.raises(ConfigError, match=rf"there is no folder {tmp_path}/nothing$"):
-        write_report(tmp_path / "nothing")
-    with pytest.raises(RunFailed, match=rf"is not the folder of a run: .* the newest runs in it are {run}$"):
-        write_report(tmp_path)
-    with pytest.raises(RunFailed, match=rf"metrics.jsonl is a file, not the folder of a run; its run is {run}$"):
-        write_report(run / "metrics.jsonl")
-    with pytest.raises(RunFailed, match=r"logs is not the folder of a run: it has no config.yaml$"):
+    with pytest.raises(ConfigError, match=rf"run2 is not the folder of a run: .*; did you mean {run}\?$"):
+        write_report(tmp_path / "run2")
+    with pytest.raises(ConfigError, match="logs is not the folder of a run"):
         write_report(run / "logs")
 
 

@@ -41,14 +41,13 @@ def test_the_last_image_of_each_name_is_in_the_page(tmp_path: Path) -> None:
     halves[:, 600:] = (200, 100, 50)
     run = make_run(tmp_path, happenings={3: [shown(3, a=gray(1), b=halves)], 9: [shown(9, a=gray(7))]})
     first, second = thumbnails(read_run(run))
-    assert (first.step, first.name, first.size, first.width, first.height) == (9, "a", "6 x 4", 96, 64)
+    assert (first.step, first.name) == (9, "a")
     assert pixels_of(first.source).tolist() == [[7] * 6] * 4
-    assert (second.size, second.width, second.height) == ("1200 x 600", 256, 128)
     assert np.array_equal(pixels_of(second.source), halves)
     page = write_report(run)
     images = [attributes for tag, attributes in Page(page.read_text()).elements if tag == "img"]
     assert [image["alt"] for image in images] == ["a at step 9", "b at step 3"]
-    assert "The last of each name; 1 more is in media/." in page.read_text()
+    assert "The last of each name; others in media/: 1." in page.read_text()
     assert page.stat().st_size < 200_000
 
 

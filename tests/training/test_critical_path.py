@@ -179,7 +179,7 @@ def touched(
     """Train with everything on; return what the training thread touched, how often it read or wrote, and what other
     threads touched."""
     patched = pytest.MonkeyPatch()
-    patched.setattr("lockstep.monitor.rank_meters.MeterThread.__init__.__defaults__", (0.05,))
+    patched.setattr("lockstep.monitor.rank_meters.RankMeters.__init__.__defaults__", ((), None, 0.05))
     touches, commit = Touches(), Session.commit
 
     def committed(session: Session) -> Any:

@@ -17,8 +17,9 @@ from kit.commands import run_lockstep
 from kit.worlds import in_process, in_world
 
 import lockstep
+from lockstep.config.training_sections import ProfileConfig
 from lockstep.core.errors import ConfigError
-from lockstep.monitor.trace_requests import REQUEST, TraceOptions, TraceRequest
+from lockstep.monitor.trace_requests import REQUEST
 
 
 class Slow(small.Net):
@@ -89,7 +90,7 @@ def train_on_request(folder: Path) -> None:
         while not (folder / "live.json").exists():
             time.sleep(0.02)
         (folder / "profile").mkdir()
-        request = TraceRequest(2, 1, TraceOptions(ranks=(1,)))
+        request = ProfileConfig(steps="1..2", ranks=(1,)).model_dump_json()
         (folder / "profile" / REQUEST).write_bytes(request.encode())
 
     with small.in_group():

@@ -41,7 +41,7 @@ def train(folder: Path, name: str, model: str) -> list[dict[str, Any]]:
         monitor={"every": 4, "tensorboard": False, "progress": "plain", "meter_seconds": 0.05},
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_meters, "SHORTEST_S", 0.0)
+        patch.setattr(rank_meters, "POST_S", 0.0)
         lockstep.train(config)
     path = folder / name / "ranks.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if dist.get_rank() == 0 else []

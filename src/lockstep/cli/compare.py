@@ -39,7 +39,6 @@ def run(arguments: Sequence[str]) -> int:
     from lockstep.looking.listing import runs_in
     from lockstep.looking.states import status_of
     from lockstep.report.comparison import as_json, compare, text
-    from lockstep.report.rank_history import damage
 
     folders: list[Path] = []
     for place in args.runs:
@@ -52,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
     comparison = compare(folders, {folder: status_of(folder).state.value for folder in folders})
     echo(text(comparison, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     for run in comparison.runs:
-        for note in damage(run.data, run.ranks):
+        for note in (*run.data.flaws, *run.ranks.flaws):
             echo(f"note: {note}")
     written = _written(comparison, args.output)
     if args.json:

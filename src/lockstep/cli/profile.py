@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lockstep.cli.arguments import (
     CONFIG_EPILOG,
@@ -85,14 +85,14 @@ def plain(arguments: Sequence[str]) -> int:
 
 def _recorded(args: argparse.Namespace) -> list[Path]:
     """Return the traces: of a run that trains, new ones."""
+    from lockstep.config.training_sections import ProfileConfig
     from lockstep.monitor.attempts import is_running
-    from lockstep.monitor.trace_requests import TraceOptions
     from lockstep.profiling.requesting import request_traces
     from lockstep.profiling.traces import trace_files
 
     if is_running(args.run) and not args.show:
-        options = TraceOptions(args.ranks, stacks=args.stacks)
-        return request_traces(args.run, args.steps, options, float(args.timeout))
+        options = ProfileConfig(steps=f"1..{args.steps}", ranks=args.ranks, stacks=args.stacks)
+        return request_traces(args.run, options, float(args.timeout))
     files = trace_files(args.run)
     if not files:
         remedy = f"resume it ({command_line('lockstep', 'train', args.run)}), or set profile.steps in its config"
@@ -100,10 +100,9 @@ def _recorded(args: argparse.Namespace) -> list[Path]:
     return files
 
 
-def _ranks(text: str) -> tuple[int, ...] | None:
-    """Return ranks for `0,3`; None for `all`."""
+def _ranks(text: str) -> tuple[int, ...] | Literal["all"]:
     if text == "all":
-        return None
+        return "all"
     words = text.split(",")
     if not all(word.isdecimal() for word in words):
         raise argparse.ArgumentTypeError(f"{text!r} is neither all nor ranks such as 0,3")
@@ -151,13 +150,13 @@ def _memory(arguments: Sequence[str]) -> int:
         _refuse_beside_gpus(place)
     loaded, _ = approved_config(args.config, overrides, trusted=args.trust_run)
 
-    from lockstep.profiling.memory import memory_lines, memory_of_recipe
+    from lockstep.profiling.memory import memory_lines, memory_of_recipe, memory_record
 
     profile = memory_of_recipe(loaded, trust_remote_code=args.trust_remote_code)
     for line in memory_lines(profile):
         echo(line)
     if args.json:
-        emit(profile.record())
+        emit(memory_record(profile))
     return 0
 
 

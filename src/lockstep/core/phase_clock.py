@@ -52,18 +52,16 @@ _MAX_WAITING = 4  # measured updates whose events haven't been read
 
 @dataclass(slots=True)
 class Durations:
-    """A histogram of durations in bins of 2 %, with exact moments.
+    """A histogram of durations in bins of 2 %, with exact sums.
 
     Attributes:
         total: Sum in seconds.
-        squares: Sum of squares in seconds squared.
         low, high: Shortest and longest; infinity and 0 if there is none.
     """
 
     bins: Counter[int] = field(default_factory=Counter)
     count: int = 0
     total: float = 0.0
-    squares: float = 0.0
     low: float = math.inf
     high: float = 0.0
 
@@ -71,14 +69,12 @@ class Durations:
         self.bins[round(math.log(max(seconds, _SHORTEST)) / _RATIO)] += 1
         self.count += 1
         self.total += seconds
-        self.squares += seconds * seconds
         self.low, self.high = min(self.low, seconds), max(self.high, seconds)
 
     def merge(self, other: Durations) -> None:
         self.bins.update(other.bins)
         self.count += other.count
         self.total += other.total
-        self.squares += other.squares
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
 
     def since(self, earlier: Durations) -> Durations:
@@ -89,7 +85,6 @@ class Durations:
             bins,
             self.count - earlier.count,
             self.total - earlier.total,
-            self.squares - earlier.squares,
             max(low, self.low),
             min(high, self.high),
         )
@@ -97,11 +92,6 @@ class Durations:
     @property
     def mean(self) -> float:
         return self.total / self.count if self.count else math.nan
-
-    @property
-    def deviation(self) -> float:
-        """The standard deviation of the population."""
-        return math.sqrt(max(0.0, self.squares / self.count - self.mean**2)) if self.count else math.nan
 
     def percentile(self, share: float) -> float:
         """Return the duration that a share in [0, 1] of all doesn't exceed, to 1 %; NaN if there is none."""

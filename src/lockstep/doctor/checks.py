@@ -1,7 +1,4 @@
-"""The checks of a machine: one function and one row each; and how they run, side by side.
-
-A check that hangs, as on a file server that doesn't answer, costs the time limit and becomes a finding itself.
-"""
+"""The checks of a machine, side by side; one that hangs, as on a dead file server, becomes a finding itself."""
 
 from __future__ import annotations
 
@@ -19,13 +16,7 @@ _IMPORT_S = 60.0  # seconds for the import of torch from a slow disk
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A row of the table.
-
-    Attributes:
-        name: The name in the output.
-        run: Returns what it finds; nothing, if another check reports why it can't.
-        seconds: How long it may take.
-    """
+    """A check, which may take `seconds`. It finds nothing if another check reports why it can't."""
 
     name: str
     run: Callable[[MachineView], Iterable[Finding]]

@@ -1,9 +1,4 @@
-"""The lines of a run's files that show known failures.
-
-    logs/ends*.jsonl   logs/rank-*.log   metrics.jsonl   events.jsonl   --> failures, the cause first, each with lines
-
-Files may be torn, huge or another person's: of each, a bounded part is read.
-"""
+"""The lines of a run's files that show known failures. Of each file, which may be huge, a bounded part is read."""
 
 from __future__ import annotations
 
@@ -15,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lockstep.core.failure_kinds import FailureKind
-from lockstep.doctor.catalog import KnownFailure, Standing
-from lockstep.doctor.known_failures import KNOWN, failure_in, failure_of
+from lockstep.doctor.known_failures import KNOWN, KnownFailure, Standing, failure_in, failure_of
 from lockstep.launch.ends_file import LastLaunch, LaunchEnds
 from lockstep.monitor.folder import LOGS
 
@@ -30,7 +24,7 @@ _LOG_NAME = re.compile(r"rank-(\d+)\.log")
 
 @dataclass(frozen=True, slots=True)
 class LogEvidence:
-    """A line of a run's file. `rank` is None outside of logs; `samples` are those of training that it is about."""
+    """A line of a run's file, about these training samples. `rank` is None outside of logs."""
 
     file: str
     line: int
@@ -64,7 +58,7 @@ def seen_failures(run: Path, last: LastLaunch) -> list[SeenFailure]:
 
 
 def _of_ends(records: Sequence[LaunchEnds]) -> Iterator[tuple[LogEvidence, KnownFailure]]:
-    """Yield what node 0's launcher has recorded: the message of the launch, and those of the ranks it isn't about."""
+    """Yield what node 0's launcher recorded: the message of the launch, and of ranks that it isn't about."""
     for record in records[:1]:
         ends = [
             (end.rank, end.kind, f"rank {end.rank} on {end.host}: {end.text}", end)
@@ -93,14 +87,13 @@ def _of_files(run: Path, last: LastLaunch) -> Iterator[tuple[LogEvidence, KnownF
 
 
 def rank_logs(run: Path) -> dict[int, Path]:
-    """Return the logs of ranks by rank."""
     folder = run / LOGS
     files = sorted(folder.glob("rank-*.log")) if folder.is_dir() else []
     return {int(match[1]): file for file in files[:_MOST_LOGS] if (match := _LOG_NAME.fullmatch(file.name))}
 
 
 def silent_ranks(run: Path, seen: Sequence[SeenFailure]) -> list[int]:
-    """Return the ranks whose logs have no failure, while others' do: they were killed, or hang."""
+    """Return the ranks without a failure in their logs, while others have one: they were killed, or hang."""
     reporting = {line.rank for item in seen for line in item.evidence if item.failure.standing is not Standing.REMARK}
     only_consequences = all(item.failure.standing is not Standing.CAUSE for item in seen)
     return (
@@ -109,17 +102,13 @@ def silent_ranks(run: Path, seen: Sequence[SeenFailure]) -> list[int]:
 
 
 def last_line_of(file: Path) -> str:
-    """Return the last line of a file that has text; empty if there is none."""
+    """Return the last line with text; may be empty."""
     lines = [text for _, text in _lines(file) if text.strip()]
     return lines[-1] if lines else ""
 
 
 def _lines(file: Path, since: int = 0) -> Iterator[tuple[int, str]]:
-    """Yield number and text of the lines at a file's end; nothing if it is missing or no regular file.
-
-    Args:
-        since: Bytes before which lines are an earlier launch's.
-    """
+    """Yield number and text of the lines at a regular file's end, from byte `since` on."""
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:

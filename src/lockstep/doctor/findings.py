@@ -1,7 +1,4 @@
-"""The result of a check, as text and for programs, and the machine as a check sees it.
-
-MachineView --> check(machine) --> Finding, Finding, ...     state, what was seen, remedy
-"""
+"""The result of a check, as text and for programs, and the machine as a check sees it."""
 
 from __future__ import annotations
 
@@ -21,22 +18,15 @@ from lockstep.core.terminal import plain_line
 class FindingState(Enum):
     """The state of what was checked, the worst first."""
 
-    WRONG = "wrong"
-    WARNING = "warning"
+    WRONG = "wrong"  # training fails
+    WARNING = "warning"  # slow, or fails in some runs
     OK = "ok"
-    NOT_HERE = "not here"
+    NOT_HERE = "not here"  # and needn't be
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fact about this machine.
-
-    Attributes:
-        state: Whether training fails because of it.
-        seen: What is there, with numbers.
-        remedy: What to do, in the imperative; empty if nothing has to be done.
-        name: The check's, which `examine` fills in.
-    """
+    """A fact that a check saw, and what to do; `examine` fills in the check's name."""
 
     state: FindingState
     seen: str
@@ -44,27 +34,22 @@ class Finding:
     name: str = ""
 
     def as_json(self) -> dict[str, str]:
-        """Return the finding for `--json`."""
         return {"name": self.name, "state": self.state.value, "seen": self.seen, "remedy": self.remedy}
 
 
 def ok(seen: str) -> Finding:
-    """Return a finding that needs no remedy."""
     return Finding(FindingState.OK, seen)
 
 
 def not_here(seen: str) -> Finding:
-    """Return a finding about what this machine doesn't have, and needn't have."""
     return Finding(FindingState.NOT_HERE, seen)
 
 
 def warning(seen: str, remedy: str) -> Finding:
-    """Return a finding about what is slow, or fails in some runs."""
     return Finding(FindingState.WARNING, seen, remedy)
 
 
 def wrong(seen: str, remedy: str) -> Finding:
-    """Return a finding because of which training fails."""
     return Finding(FindingState.WRONG, seen, remedy)
 
 
@@ -82,14 +67,11 @@ class MachineView:
     """The machine as checks see it; a test replaces a part.
 
     Attributes:
-        environ: Environment variables.
-        search_path: Where Python looks for modules.
         folder: Where runs are written; need not exist.
         cache: Where models and datasets are cached; need not exist.
         port: `launch.port`; 0: any.
         device: `launch.device`.
         root: The folder of `proc`, `sys` and `dev`.
-        statvfs, file_time: How file systems and their clocks are read.
     """
 
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -108,14 +90,14 @@ class MachineView:
         return next((place for place in (path, *path.parents) if place.exists()), Path("/"))
 
     def text(self, path: str) -> str:
-        """Return the text of a file below `root`; empty if it can't be read."""
+        """Return a file's text; empty if it can't be read."""
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
             return ""
 
     def names(self, path: str) -> list[str]:
-        """Return the names in a folder below `root`, sorted; none if it can't be read."""
+        """Return the sorted names in a folder; none if it can't be read."""
         try:
             return sorted(os.listdir(self.root / path))
         except OSError:
@@ -123,7 +105,7 @@ class MachineView:
 
 
 def describe(findings: Sequence[Finding], width: int | None) -> str:
-    """Return the findings as text of at most `width` columns; None: for a file, in which no line is broken or cut."""
+    """Return the findings as text; `width` None: for a file, no line is broken or cut."""
     counts = {state: sum(finding.state is state for finding in findings) for state in FindingState}
     plural = {FindingState.WARNING: "s" * (counts[FindingState.WARNING] > 1)}
     lines = [", ".join(f"{count} {state.value}{plural.get(state, '')}" for state, count in counts.items() if count)]
@@ -141,7 +123,7 @@ def describe(findings: Sequence[Finding], width: int | None) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the findings for `--json`, in the order of the checks, and how many are wrong."""
+    """Return the findings for `--json`."""
     return {
         "wrong": sum(finding.state is FindingState.WRONG for finding in findings),
         "warnings": sum(finding.state is FindingState.WARNING for finding in findings),
@@ -160,8 +142,8 @@ def wrapped(
     """Return a paragraph as lines; without a width it has one line.
 
     Args:
-        further: Indent of the lines after the first; None: the same.
-        breaks: Whether words that are longer than a line, such as paths, are broken, too.
+        further: Indent of the lines after the first; by default the same.
+        breaks: Break words that are longer than a line, such as paths.
     """
     if width is None:
         return [f"{indent}{plain_line(text)}"]

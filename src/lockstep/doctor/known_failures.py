@@ -1,9 +1,55 @@
-"""The catalog of failures of distributed training: those of hosts, of software, of the program, and what ranks see."""
+"""The catalog of failures of distributed training: of hosts, of software, of the program, and what ranks see.
+
+What Lockstep itself has ended is recorded with its kind. Patterns are matched against single lines that torch, drivers,
+the kernel or other programs have written to logs.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
+from enum import IntEnum
+
 from lockstep.core.failure_kinds import FailureKind
-from lockstep.doctor.catalog import KnownFailure, Standing, row, row_of
+
+
+class Standing(IntEnum):
+    """The place of a failure among others that were seen; the lowest explains those above."""
+
+    CAUSE = 0  # a fact about one host or program: port taken, out of memory
+    SYMPTOM = 1  # what a cause leads to on that rank: a traceback, an error of NCCL
+    CONSEQUENCE = 2  # what other ranks see of it: a timeout, a closed connection
+    REMARK = 3  # not by itself the end of a run: a discarded update, a failed save
+
+
+_STANDINGS = {
+    FailureKind.EXCEPTION: Standing.SYMPTOM, FailureKind.EXITED: Standing.SYMPTOM,
+    FailureKind.DEVICE: Standing.SYMPTOM, FailureKind.PEER_FAILED: Standing.CONSEQUENCE,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFailure:
+    """A row of the catalog.
+
+    Attributes:
+        pattern: Matches a line of another program that shows it; None: no line does.
+        file: In which it shows; empty: the ranks' logs.
+    """
+
+    name: str
+    pattern: re.Pattern[str] | None
+    cause: str
+    remedy: str
+    standing: Standing = Standing.CAUSE
+    file: str = ""
+
+
+def row(
+    name: str, pattern: str, cause: str, remedy: str, standing: Standing = Standing.CAUSE, file: str = ""
+) -> KnownFailure:
+    return KnownFailure(name, re.compile(pattern), cause, remedy, standing, file)
+
 
 NO_PROGRESS, SAVE_FAILED, DISK_FULL = "no progress", "save failed", "disk full"
 _VAGUE = (FailureKind.CRASHED, FailureKind.NOT_JOINED)
@@ -47,13 +93,6 @@ _LIMITS = (
         "The limit of open files is too low for connections, data workers and the tensors that they share.",
         "Raise it: ulimit -n 65536 (limits.conf, LimitNOFILE).",
     ),
-    row(
-        "too many processes",
-        r"can't start new thread|pthread_create failed|fork: Resource temporarily unavailable|"
-        r"BlockingIOError: \[Errno 11\]",
-        "The limit of processes and threads, of the user or of the container, is reached.",
-        "Raise it: ulimit -u 65536 (--pids-limit of a container), or use fewer data workers and threads.",
-    ),
 )
 _NETWORK = (
     row(
@@ -90,18 +129,6 @@ _NETWORK = (
         "The machine has no network to the Hugging Face hub, and the cache lacks the file.",
         "Run lockstep data fetch RECIPE with a network, copy the cache (HF_HOME), and set HF_HUB_OFFLINE=1.",
     ),
-    row(
-        "hub refuses",
-        r"GatedRepoError|401 Client Error|403 Client Error|Cannot access gated repo|RepositoryNotFoundError",
-        "The model or dataset is gated or private, and the token is missing or has no access.",
-        "Accept its terms on the hub, and set HF_TOKEN on every host.",
-    ),
-    row(
-        "clock wrong",
-        r"RequestTimeTooSkewed|certificate is not yet valid|certificate has expired",
-        "The host's clock differs from the server's.",
-        "Set it by NTP: timedatectl set-ntp true",
-    ),
 )
 _SOFTWARE = (
     row(
@@ -133,31 +160,11 @@ _SOFTWARE = (
         "own modules in PYTHONPATH.",
     ),
     row(
-        "an import fails",
-        r"^ImportError: |\bImportError: cannot import name|^(SyntaxError|IndentationError|TabError): |"
-        r"partially initialized module",
-        "A module doesn't have the name that is imported (another version, or modules that import each other), or is "
-        "not valid Python.",
-        "Import it alone (python -c 'import MODULE'), and correct the last line of the traceback that is in your code.",
-    ),
-    row(
         "no compiler",
         r"InvalidCxxCompiler|No working C\+\+ compiler|Failed to find C compiler|Ninja is required|"
         r"CUDA_HOME (environment variable )?(is not set|does not exist)",
         "torch.compile, Triton or DeepSpeed's operators need a compiler (DeepSpeed's for GPUs also CUDA's).",
         "Install g++ and ninja (and the CUDA toolkit), or leave compilation and offloading out.",
-    ),
-    row(
-        "CUDA used before a fork",
-        r"Cannot re-initialize CUDA in forked subprocess",
-        "The program used the GPU before it started ranks or data workers.",
-        "Start ranks before the first use of the GPU, and move nothing to it in a dataset.",
-    ),
-    row(
-        "two ranks on one GPU",
-        r"Duplicate GPU detected",
-        "Ranks chose the same GPU: LOCAL_RANK is wrong, or each host has fewer GPUs than ranks.",
-        "Start one rank a GPU, and let each see its own (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task).",
     ),
 )
 _PROGRAM = (
@@ -201,12 +208,6 @@ _PROGRAM = (
         r"parameters that were not used in producing loss",
         "Under DDP some parameters took no part in the loss of an update.",
         "Set parallel.ddp.find_unused_parameters: true, or freeze those parameters.",
-    ),
-    row(
-        "no permission",
-        r"PermissionError|Permission denied",
-        "The user of the ranks may not read or write a path, perhaps on one host only.",
-        "Compare owner and mode on all hosts (ls -ln), and run with the same user id.",
     ),
     row(
         "file system fails",
@@ -254,13 +255,6 @@ _SEEN_BY_RANKS = (
         Standing.CONSEQUENCE,
     ),
     row(
-        "slow rank or input",
-        r"suggested max number of worker",
-        "A rank reads data more slowly than others train, or starts more data workers than there are cores.",
-        "Give each rank as many data workers as it has cores to spare, and put the data on a local disk.",
-        Standing.REMARK,
-    ),
-    row(
         "updates discarded",
         r'"verdict": ?"(non_finite|overflow)"',
         "A loss or a gradient was not finite, and the update was discarded.",
@@ -281,7 +275,15 @@ _SEEN_BY_RANKS = (
 
 _LAST = (FailureKind.EXITED, FailureKind.EXCEPTION)  # what any other row explains better
 _KINDS = {
-    kind: row_of(kind, _LINES.get(kind, "")) for kind in sorted(FailureKind, key=_LAST.__contains__) if kind.remedy
+    kind: KnownFailure(
+        kind.title,
+        re.compile(_LINES[kind]) if kind in _LINES else None,
+        kind.cause,
+        kind.remedy,
+        _STANDINGS.get(kind, Standing.CAUSE),
+    )
+    for kind in sorted(FailureKind, key=_LAST.__contains__)
+    if kind.remedy
 }
 KNOWN: tuple[KnownFailure, ...] = (
     *_LIMITS, *_NETWORK, *_SOFTWARE, *_PROGRAM, *_SEEN_BY_RANKS, *_KINDS.values(),

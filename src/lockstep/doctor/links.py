@@ -23,12 +23,12 @@ _MOST_NAMED = 6  # links in one finding
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """A rank's host, and its clock.
+    """A rank's host.
 
     Attributes:
-        clock: Seconds of the epoch, read by all ranks at about the same time.
-        on_cpu: Whether it computes on the CPU; ranks of one host then exchange by memory.
-        findings: What `lockstep doctor` finds wrong on the host; of one rank of each host.
+        clock: Unix time, read by all ranks at about the same time.
+        on_cpu: Ranks of one host then exchange by memory.
+        findings: What is wrong on the host; of one rank of each host.
     """
 
     host: str
@@ -38,7 +38,7 @@ class RankPlace:
 
 
 def hosts_of(places: Sequence[RankPlace]) -> list[str]:
-    """Return the names of the hosts, that of rank 0 first."""
+    """Return the names of the hosts, rank 0's first."""
     return list(dict.fromkeys(place.host for place in places))
 
 
@@ -55,24 +55,22 @@ def check_of_values(rows: Sequence[Any]) -> list[Finding]:
 
 
 def check_of_pairs(pairs: Sequence[Any], places: Sequence[RankPlace]) -> list[Finding]:
-    """Return the links that change messages, or are much slower than others."""
+    """Return the links, of GPUs in a host or of hosts, that change messages or are much slower than others."""
     findings = [_changed(pair, places) for pair in pairs if not pair.is_right]
-    inside = [
-        pair for pair in pairs if places[pair.first].host == places[pair.second].host and not places[pair.first].on_cpu
-    ]
-    fastest = _fastest(inside)
-    findings += [
-        Finding(
-            FindingState.WARNING,
-            f"ranks {pair.first} and {pair.second} on {places[pair.first].host}: {size(pair.bandwidth)}/s; the fastest "
-            f"two ranks of one host have {size(fastest)}/s",
-            "Look for other programs on these GPUs, and see how they are connected: nvidia-smi topo -m.",
-            "slow link",
-        )
-        for pair in inside
-        if pair.bandwidth < _SLOW * fastest
-    ]
-    findings += _slow_links(_between_hosts(pairs, places))
+    inside: dict[tuple[str, str], Any] = {}
+    between: dict[tuple[str, str], Any] = {}
+    for pair in pairs:
+        first, second = places[pair.first].host, places[pair.second].host
+        if first == second and not places[pair.first].on_cpu:
+            inside[f"rank {pair.first} on {first}", f"rank {pair.second}"] = pair
+        elif first != second and (
+            (first, second) not in between or between[first, second].bandwidth < pair.bandwidth
+        ):  # one pair may have been slow by chance
+            between[first, second] = pair
+    findings += _slow_links(
+        inside, "Look for other programs on these GPUs, and how they are connected: nvidia-smi topo -m."
+    )
+    findings += _slow_links(between, "Check cables, network cards and switches, and the interfaces (launch.interface).")
     if pairs and not findings:
         slowest = min(pairs, key=lambda pair: pair.bandwidth)
         text = f"{len(pairs)}, the slowest {slowest.first}-{slowest.second}: {size(slowest.bandwidth)}/s"
@@ -81,7 +79,7 @@ def check_of_pairs(pairs: Sequence[Any], places: Sequence[RankPlace]) -> list[Fi
 
 
 def check_of_clocks(places: Sequence[RankPlace]) -> list[Finding]:
-    """Return hosts whose clock differs from that of rank 0's host; of two hosts it isn't known which is wrong."""
+    """Return hosts with another clock than rank 0's host."""
     findings = []
     for host in hosts_of(places)[1:]:
         clock = next(place.clock for place in places if place.host == host)
@@ -112,42 +110,20 @@ def _changed(pair: Any, places: Sequence[RankPlace]) -> Finding:
     return Finding(FindingState.WRONG, f"{ranks}: a message was changed", remedy, "link")
 
 
-def _between_hosts(pairs: Sequence[Any], places: Sequence[RankPlace]) -> dict[tuple[str, str], Any]:
-    """Return the fastest pair of ranks for each two hosts: one pair may have been slow by chance."""
-    links: dict[tuple[str, str], Any] = {}
-    for pair in pairs:
-        hosts = places[pair.first].host, places[pair.second].host
-        if hosts[0] != hosts[1] and (hosts not in links or links[hosts].bandwidth < pair.bandwidth):
-            links[hosts] = pair
-    return links
-
-
-def _slow_links(links: Mapping[tuple[str, str], Any]) -> list[Finding]:
-    fastest = _fastest([*links.values()])
+def _slow_links(links: Mapping[tuple[str, str], Any], remedy: str) -> list[Finding]:
+    fastest = max((float(pair.bandwidth) for pair in links.values()), default=0.0)
     slow: dict[tuple[str, str], str] = {}
-    for hosts, pair in links.items():
+    for ends, pair in links.items():
         if pair.bandwidth < _SLOW * fastest:
-            sender = hosts[0] if pair.there < pair.back else hosts[1]
-            slow[hosts] = (
-                f"{size(pair.bandwidth)}/s from {sender}; the fastest link between hosts has {size(fastest)}/s"
-            )
-    counts = Counter(host for hosts in slow for host in hosts)
-    whole = [host for host, number in counts.items() if number > 1 and number == sum(host in hosts for hosts in links)]
-    findings = []
+            sender = ends[0] if pair.there < pair.back else ends[1]
+            slow[ends] = f"{ends[0]} and {ends[1]}: {size(pair.bandwidth)}/s from {sender}"
+    counts = Counter(end for ends in slow for end in ends)
+    whole = [end for end, number in counts.items() if number > 1 and number == sum(end in ends for ends in links)]
+    texts = []
     if len(whole) == 1:
-        named = [f"{hosts[0]} and {hosts[1]}: {slow.pop(hosts)}" for hosts in [*slow] if whole[0] in hosts]
-        more = f"; and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
-        seen = f"all links of {whole[0]} are slow. {'; '.join(named[:_MOST_NAMED])}{more}"
-        remedy = f"Check the cable, the network card and the switch port of {whole[0]}, and the interface that it uses."
-        findings.append(Finding(FindingState.WARNING, seen, remedy, "slow link"))
-    for hosts, text in slow.items():
-        remedy = (
-            "Check the route and the switches between the two, and that both use interfaces of the fast network "
-            "(launch.interface)."
-        )
-        findings.append(Finding(FindingState.WARNING, f"{hosts[0]} and {hosts[1]}: {text}", remedy, "slow link"))
-    return findings
-
-
-def _fastest(pairs: Sequence[Any]) -> float:
-    return max((float(pair.bandwidth) for pair in pairs), default=0.0)
+        named = [slow.pop(ends) for ends in [*slow] if whole[0] in ends]
+        texts.append(f"all links of {whole[0]} are slow. {'; '.join(named[:_MOST_NAMED])}")
+    return [
+        Finding(FindingState.WARNING, f"{text}; the fastest link has {size(fastest)}/s", remedy, "slow link")
+        for text in (*texts, *slow.values())
+    ]

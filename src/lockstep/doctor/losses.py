@@ -1,9 +1,6 @@
 """Finds in a run's losses that they are not finite, larger than they were, or no smaller than at the start.
 
-loss  4.2 3.9 ... 1.3 ... 9.8     medians of a tenth of the values, at the start, the lowest, and at the end
-loss  0.7 80 1e4 1e10             of fewer values: the last ones, compared with the first
-
-Losses that may be negative have no natural zero: only those that have left by far what they were at first count.
+Compares medians of tenths of the values: at the start, the lowest, at the end; of few values, the last with the first.
 """
 
 from __future__ import annotations
@@ -28,14 +25,14 @@ _REMEDY = "Lower optim.lr, lengthen its warmup, or set optim.clip_norm: 1.0."
 
 @dataclass(frozen=True, slots=True)
 class LossFinding:
-    """A sentence about a run's losses, and whether the run has diverged."""
+    """A sentence about a run's losses; `is_wrong`: it diverged."""
 
     text: str
     is_wrong: bool
 
 
 def finding_of_losses(loss: Series) -> LossFinding | None:
-    """Return what is wrong with the losses, or noteworthy; None if nothing is."""
+    """Return what is wrong with the losses, or noteworthy, if anything is."""
     if len(loss.values) and not math.isfinite(loss.values[-1]):
         step = int(loss.steps[np.flatnonzero(loss.finite)[-1] + 1]) if loss.finite.any() else int(loss.steps[0])
         return LossFinding(f"The loss is not finite from step {step:,} on. {_REMEDY}", is_wrong=True)
@@ -60,13 +57,12 @@ def _exploded(loss: Series) -> str | None:
 
 
 def _size_at_first(values: Numbers) -> float:
-    """Return how large the first values are; of a loss that may be negative, the largest of the first half."""
+    """Return the size of the first values; of a loss that may be negative, the largest of the first half."""
     is_signed = bool((values < 0.0).any())
     return float(np.abs(values[: max(1, len(values) // 2)]).max() if is_signed else values[0])
 
 
 def _grown(medians: list[tuple[int, float]]) -> LossFinding | None:
-    """Return a finding if the loss is larger than it was, and than at the start."""
     (_, first), (_, last) = medians[0], medians[-1]
     step, lowest = min(medians[:-1], key=lambda item: item[1])
     if lowest <= 0.0:
@@ -82,7 +78,6 @@ def _grown(medians: list[tuple[int, float]]) -> LossFinding | None:
 
 
 def _not_improved(medians: list[tuple[int, float]]) -> LossFinding | None:
-    """Return a finding if the losses at the end are no smaller than those at the start."""
     (_, first), (_, last) = medians[0], medians[-1]
     if last < first - (1 - _IMPROVED) * abs(first):
         return None
@@ -94,7 +89,7 @@ def _not_improved(medians: list[tuple[int, float]]) -> LossFinding | None:
 
 
 def _medians(loss: Series) -> list[tuple[int, float]]:
-    """Return step and median of each tenth of the finite values; none if they are few."""
+    """Return step and median of each tenth of the finite values; empty if they are few."""
     steps, values = loss.known_steps, loss.known
     if len(values) < _FEWEST:
         return []

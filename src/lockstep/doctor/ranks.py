@@ -1,9 +1,6 @@
 """Collectives between ranks: are their values right, how fast are they, which link or host is slow or wrong?
 
-    start --> `check_ranks` on each rank --> figures and findings, the same on all; rank 0 prints --> exit code 0 or 3
-
-Started by Lockstep's launcher on one or several hosts, or as a rank of any other one. Lockstep's launcher names a rank
-that hangs or ends when `launch.timeout` is over.
+Started by Lockstep's launcher, which names a rank that hangs or ends, or as a rank of any other one.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.schema import Launch
 from lockstep.core.errors import RunFailed, VerificationError
 from lockstep.core.failure_kinds import FailureKind
-from lockstep.core.formatting import aligned, short_time, size
+from lockstep.core.formatting import aligned, counted, short_time, size
 from lockstep.core.json_output import emit
 from lockstep.core.ranks import RankEnvironment, names_a_rank
 from lockstep.core.terminal import echo
@@ -49,17 +46,12 @@ _SMALLEST, _STEP = 1 << 10, 16
 _PAIR_BYTES = 4 << 20
 _ALL_PAIRS_UP_TO = 16  # ranks; beyond, the first ranks of hosts, and neighbors
 _OF_ONE_PROCESS = ("rank variables", "port", "threads", "clock", "hub")
-"""Checks of a host that are left out here: other ranks have answered them, or they don't concern the measurement."""
+"""Checks that are left out here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The extent of a measurement, and how it is shown.
-
-    Attributes:
-        largest: Bytes of the largest buffer.
-        width: Columns of the terminal; None: a file.
-    """
+    """A measurement with buffers up to `largest` bytes, shown in `width` columns (None: a file)."""
 
     section: Launch
     largest: int
@@ -99,10 +91,10 @@ def _on_hosts(entry: Callable[[], int], ranks: int, section: Launch) -> LaunchRe
 
 
 def check_ranks(measurement: Measurement, file: Path | None) -> int:
-    """Measure, on a rank; the first one prints, or writes its results to `file`.
+    """Measure, on a rank; rank 0 prints, or writes its results to `file`.
 
     Raises:
-        VerificationError: Something is wrong; all ranks raise the same.
+        VerificationError: Something is wrong; on all ranks.
     """
     from lockstep.distributed.measurements import timed_collectives, timed_pairs
     from lockstep.distributed.process_group import joined
@@ -111,7 +103,9 @@ def check_ranks(measurement: Measurement, file: Path | None) -> int:
         places = _places(world, measurement)
         shows = world.rank == 0 and not measurement.as_json
         if shows:
-            echo(f"{_title(places)}, {world.backend} on {world.device.type}\n\n{_HEADER}", flush=True)
+            hosts = f"{counted(len(hosts_of(places)), 'host')} ({', '.join(hosts_of(places))})"
+            title = f"{len(places)} ranks on {hosts}, {world.backend} on {world.device.type}"
+            echo(f"{title}\n\n{_HEADER}", flush=True)
         rows = []
         for row in timed_collectives(world, _sizes(measurement.largest)) if world.size > 1 else ():
             rows.append(row)
@@ -186,11 +180,6 @@ def _row(row: Any) -> str:
     bandwidths = f"{size(row.algorithm_bandwidth) + '/s':>13} {size(row.bus_bandwidth) + '/s':>13}"
     note = "" if row.is_right else "  wrong values"
     return f"{row.operation:<15} {size(row.size):>9} {short_time(row.seconds):>10} {bandwidths}{note}"
-
-
-def _title(places: Sequence[RankPlace]) -> str:
-    hosts = hosts_of(places)
-    return f"{len(places)} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)} ({', '.join(hosts)})"
 
 
 def _show(findings: Sequence[Finding], pairs: Sequence[Any], width: int | None) -> None:

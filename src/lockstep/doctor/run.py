@@ -1,13 +1,4 @@
-"""Diagnosis of a run: its files, read with the catalog.
-
-    logs/ends*.jsonl                              --> how the last launch ended, and each of its ranks
-    logs/rank-*.log  metrics.jsonl  events.jsonl  --> lines that show a known failure --> causes first, with evidence
-    summary.json, run.lock                        --> finished, running, or ended
-    metrics.jsonl                                 --> a loss that diverged, or never improved; a run that hung
-    checkpoints                                   --> where it resumes
-
-Links out of the folder are refused.
-"""
+"""Diagnosis of a run, from its files, with the catalog of known failures. Links out of the folder are refused."""
 
 from __future__ import annotations
 
@@ -22,10 +13,10 @@ from typing import Any
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.errors import Failure, named_ranks
 from lockstep.core.failure_kinds import FailureKind, Retry
-from lockstep.core.formatting import duration, first_sentence, listed
+from lockstep.core.files import changed
+from lockstep.core.formatting import counted, duration, first_sentence, listed
 from lockstep.core.near_runs import not_a_run
 from lockstep.core.terminal import command_line, plain_line
-from lockstep.doctor.catalog import KnownFailure, Standing
 from lockstep.doctor.evidence import (
     LogEvidence,
     SeenFailure,
@@ -35,7 +26,16 @@ from lockstep.doctor.evidence import (
     silent_ranks,
 )
 from lockstep.doctor.findings import wrapped
-from lockstep.doctor.known_failures import DISK_FULL, KNOWN, NO_PROGRESS, SAVE_FAILED, failure_named, failure_of
+from lockstep.doctor.known_failures import (
+    DISK_FULL,
+    KNOWN,
+    NO_PROGRESS,
+    SAVE_FAILED,
+    KnownFailure,
+    Standing,
+    failure_named,
+    failure_of,
+)
 from lockstep.doctor.losses import finding_of_losses
 from lockstep.launch.ends_file import (
     LastLaunch,
@@ -47,7 +47,8 @@ from lockstep.launch.ends_file import (
     survived_failures,
 )
 from lockstep.launch.memory_folder import left_by
-from lockstep.monitor.folder import ENVIRONMENT, held_by, is_finished, is_run, refuse_escaping_links
+from lockstep.monitor.events import EVENTS
+from lockstep.monitor.folder import ENVIRONMENT, METRICS, held_by, is_finished, is_run, refuse_escaping_links
 from lockstep.report.run_data import RunData, read_run
 from lockstep.training.locations import run_config, storage_of
 from lockstep.training.memory_snapshots import snapshots_in
@@ -55,21 +56,15 @@ from lockstep.training.memory_snapshots import snapshots_in
 _SHORTEST_HANG_S = 10.0
 _MOST_SURVIVED = 5  # failures in a note
 _INTERVALS = 5  # between records, after which a run without a further one hangs
-_FEWEST = 2  # bad updates: each of one has its samples in common with itself
-_MOST_COMMON = 3  # samples in common: more are no finding
 _OF_HOSTS = ("--nodes", "--rendezvous", "--job-id", "--ranks")
 """Flags that a resumed run needs again: its config has what the others set."""
 _OF_MEMORY = {kind.title for kind in FailureKind if kind.retry is Retry.MEMORY}
-_PLAIN = ("python", "executable", "platform", "cpu", "gpus", "working_directory")
 _OF_A_LAUNCH = ("RANK", "MASTER_", "WORLD_SIZE", "LOCAL_", "GROUP_", "LOCKSTEP_", "TORCHELASTIC_", "SLURM_", "OMP_NUM")
 """Variables that differ from start to start, and mean nothing."""
 _MOST_NAMED = 8  # differences in a note
 _SHOWN_IN_TERMINAL = 400  # characters of a line of evidence
 _MOST_EVIDENCE = 3  # lines of one failure
 _MOST_RANKS = 8  # shown
-_MARK_OF_GLOO = re.compile(r"\[\S*/gloo/transport/\S+\] ")
-_HINT_OF_GLOO = re.compile(r"\. This is typically caused by .* GLHF!.*")
-"""Parts of gloo's errors that help no one here: the place in its code, and advice that the diagnosis gives itself."""
 _COMMANDS_OF_RUN = re.compile(r"(lockstep (?:train|ckpt [a-z]+)) RUN")
 
 
@@ -78,12 +73,11 @@ class Diagnosis:
     """The diagnosis of a run.
 
     Attributes:
-        state: A sentence.
         is_wrong: Whether the run failed, or its loss diverged.
         seen: Failures, the cause first.
         notes: What else matters, a sentence each.
-        ranks: How the ranks of the last launch ended, the first cause first; empty if that isn't recorded.
-        resume: The command that resumes the run; empty: there is nothing to resume.
+        ranks: How the ranks of the last launch ended, the first cause first; empty: not recorded.
+        resume: The command that resumes the run; may be empty.
     """
 
     run: Path
@@ -96,12 +90,7 @@ class Diagnosis:
 
 
 def diagnose_run(run: Path) -> Diagnosis:
-    """Read a run's folder.
-
-    Raises:
-        ConfigError: It is not a run's folder, or a file in it is a link to the outside.
-        OSError: A file can't be read.
-    """
+    """Diagnose a run. Raises ConfigError if it is none, or a file in it is a link to the outside, and OSError."""
     if not is_run(run):
         raise not_a_run(run)
     refuse_escaping_links(run)
@@ -121,9 +110,9 @@ def diagnose_run(run: Path) -> Diagnosis:
 
 
 def _continuing(run: Path, data: RunData, seen: list[SeenFailure], state: str) -> Diagnosis:
-    """Return the diagnosis of a run that is finished, or runs: what it survived is no fault."""
+    """Diagnose a run that is finished, or runs: what it survived is no fault."""
     losses = finding_of_losses(data.trained_loss)
-    notes = [*_common_suspects(data), *_survived(run), *([losses.text] if losses is not None else [])]
+    notes = [*_survived(run), *([losses.text] if losses is not None else [])]
     return Diagnosis(run, state, losses is not None and losses.is_wrong, _remarks(seen), (*notes, *data.flaws))
 
 
@@ -139,7 +128,7 @@ def _remarks(seen: Sequence[SeenFailure]) -> tuple[SeenFailure, ...]:
 
 
 def _recorded(run: Path, data: RunData, last: LastLaunch, seen: list[SeenFailure]) -> Diagnosis:
-    """Return the diagnosis of a launch whose end its launchers have recorded; node 0's is the one that decided."""
+    """Diagnose a launch with a record of its end; node 0's decided."""
     end = last.records[0]
     ranks = tuple(sorted(end.ranks, key=lambda rank: (rank.rank != end.cause, rank.time)))
     reason = end.text.partition("\n")[0] or end.kind.title
@@ -202,13 +191,10 @@ def _ended(
     ranks: tuple[RankEnd, ...] = (),
     failed: bool = True,
 ) -> Diagnosis:
-    """Return the diagnosis of a run that has ended, with what a person needs in order to resume it."""
     losses = finding_of_losses(data.trained_loss)
-    texts = [*notes, *_common_suspects(data), *([losses.text] if losses is not None else [])]
-    texts += _survived(run)
+    texts = [*notes, *([losses.text] if losses is not None else []), *_survived(run)]
     if data.restarts:
-        times = len(data.restarts)
-        texts.append(f"It was resumed {times} time{'s' * (times > 1)}, last from step {data.restarts[-1][0]}.")
+        texts.append(f"It was resumed {counted(len(data.restarts), 'time')}, last from step {data.restarts[-1][0]}.")
     texts += [saved_state(run, data), *data.flaws]
     is_other = any(item.failure.name == FailureKind.OTHER_DATA.title for item in seen)
     resume = command_line("lockstep", "train", run, *_flags_of_hosts(data)) + " --accept-changes" * is_other
@@ -216,7 +202,6 @@ def _ended(
 
 
 def _of_last_line(run: Path) -> list[str]:
-    """Return sentences on a run that left neither a record nor a known failure."""
     logs = rank_logs(run)
     shown = [f"The last line of {file}: {text}" for file in logs.values() if (text := last_line_of(file))]
     return [*shown[:1], "Run dmesg on its host, see what the scheduler recorded, and search the program for os._exit."]
@@ -242,43 +227,20 @@ def _lacks_cause(seen: Sequence[SeenFailure]) -> bool:
 
 def _hang(run: Path, data: RunData, end: LaunchEnds) -> SeenFailure | None:
     """Return the finding that a run had recorded nothing for long when it was ended, by the times of its files."""
-    step, seconds = data.last.get("step"), data.last.get("seconds")
-    times = _times(run, ("metrics.jsonl", "events.jsonl") if isinstance(step, int) else (ENVIRONMENT,))
-    records = len(data.columns["loss"].steps)
+    records, seconds = len(data.columns["loss"].steps), data.last.get("seconds")
+    last = changed(*(run / name for name in ((METRICS, EVENTS) if records else (ENVIRONMENT,))))
     interval = seconds / records if isinstance(seconds, int | float) and records else 1.0
-    silent = end.time - max(times, default=end.time)
+    silent = end.time - (last or end.time)
     if silent < max(_SHORTEST_HANG_S, _INTERVALS * interval):
         return None
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(times)))
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last))
     usual = f"; until then a record came every {duration(interval)}" if records else ""
     what = f"nothing was recorded for {duration(silent)} before the end, since {since}{usual}"
-    return SeenFailure(failure_named(NO_PROGRESS), [LogEvidence("metrics.jsonl" if records else ENVIRONMENT, 0, what)])
-
-
-def _times(run: Path, names: Sequence[str]) -> list[float]:
-    times = []
-    for name in names:
-        with suppress(OSError):
-            times.append((run / name).stat().st_mtime)
-    return times
-
-
-def _common_suspects(data: RunData) -> list[str]:
-    """Return a sentence about samples that are in the suspected micro-batch of every bad update, if any."""
-    suspected = [set(samples) for samples in data.suspected]
-    common = sorted(set.intersection(*suspected).difference(data.left_out)) if len(suspected) >= _FEWEST else []
-    if not 0 < len(common) <= _MOST_COMMON:
-        return []
-    names, are, it = listed([*map(str, common)], _MOST_COMMON), *(("are", "them") if len(common) > 1 else ("is", "it"))
-    spans = ", ".join(f"[{sample}, {sample}]" for sample in common)
-    return [
-        f"Sample{'s' * (len(common) > 1)} {names} {are} in the suspected micro-batch of each of {len(suspected)} bad "
-        f"updates: mend {it}, or leave {it} out by data.leave_out='[{spans}]'."
-    ]
+    return SeenFailure(failure_named(NO_PROGRESS), [LogEvidence(METRICS if records else ENVIRONMENT, 0, what)])
 
 
 def saved_state(run: Path, data: RunData) -> str:
-    """Return a sentence on where the newest state of a run that has ended is."""
+    """Say where the newest state of a run that has ended is."""
     own = max(_steps(run), default=None) if (run / ENVIRONMENT).exists() else None
     if own is None:
         own = max((save.step for save in data.saves if save.failure is None), default=-1)
@@ -292,7 +254,7 @@ def saved_state(run: Path, data: RunData) -> str:
 
 
 def _flags_of_hosts(data: RunData) -> list[str]:
-    """Return the flags of the recorded command line by which several hosts met; none if it was one host."""
+    """Return the flags of the recorded command line by which several hosts met."""
     typed = data.environment.get("command_line")
     words = [word for word in typed if isinstance(word, str)] if isinstance(typed, list) else []
     if not any(word.partition("=")[0] == "--nodes" for word in words):
@@ -322,17 +284,13 @@ def differences_of_hosts(records: Sequence[LaunchEnds]) -> list[str]:
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    for name in _PLAIN:
-        if name in before and name in after and before[name] != after[name]:
-            yield f"{name.replace('_', ' ')} {before[name]} -> {after[name]}"
+    if before.get("python") != after.get("python"):
+        yield f"python {before.get('python')} -> {after.get('python')}"
     for section, sign in (("packages", " "), ("variables", "=")):
         old, new = (_mapping(environment.get(section)) for environment in (before, after))
         for name in sorted({*old, *new}):
             if old.get(name) != new.get(name) and not name.startswith(_OF_A_LAUNCH):
                 yield f"{name}{sign}{old.get(name, 'none')} -> {new.get(name, 'none')}"
-    commits = [str(_mapping(environment.get("git")).get("commit"))[:10] for environment in (before, after)]
-    if commits[0] != commits[1]:
-        yield f"commit {commits[0]} -> {commits[1]}"
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
@@ -343,11 +301,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def describe_run(diagnosis: Diagnosis, width: int | None) -> str:
-    """Return the diagnosis as text: the state, the cause with its evidence, then what followed from it.
-
-    Args:
-        width: Columns of the terminal; None: of a file, in which no line is broken or cut.
-    """
+    """Return the diagnosis as text; `width` None: for a file, no line is broken or cut."""
     lines = [plain_line(f"{diagnosis.run}: {diagnosis.state}")]
     if diagnosis.is_wrong and diagnosis.ranks:
         lines += ["", *_of_ranks(diagnosis, width)]
@@ -356,8 +310,11 @@ def describe_run(diagnosis: Diagnosis, width: int | None) -> str:
         lines += ["", f"{_title(failure.standing, is_first=number == 0)}: {failure.name}"]
         lines += wrapped(failure.cause, "  ", width)
         shown = item.evidence if width is None else item.evidence[:_MOST_EVIDENCE]
-        for place, text in _without_repetitions(shown):
-            lines += wrapped(_shortened(f"{place}: {text}", width), "  ", width, "    ", breaks=True)
+        for number_of_line, line in enumerate(shown):
+            repeats = any(earlier.text.endswith(line.text) for earlier in shown[:number_of_line])
+            place = f"{line.file}:{line.line}" if line.line else line.file
+            text = f"{place}: {'the same' if repeats else line.text}"
+            lines += wrapped(_shortened(text, width), "  ", width, "    ", breaks=True)
         if len(item.evidence) > len(shown):
             lines.append(f"  and {len(item.evidence) - len(shown)} more such lines")
         lines += wrapped(f"-> {remedy_for(item, diagnosis.run)}", "  ", width, "     ")
@@ -369,7 +326,7 @@ def describe_run(diagnosis: Diagnosis, width: int | None) -> str:
 
 
 def remedy_for(seen: SeenFailure, run: Path) -> str:
-    """Return what to do, with this run in the commands, and the sample that the evidence names."""
+    """Return what to do, with this run in the commands, and the sample in the evidence."""
     named = command_line(run)
     samples, remedy = {sample for line in seen.evidence for sample in line.samples}, seen.failure.remedy
     if len(samples) == 1:
@@ -385,18 +342,8 @@ def _shortened(text: str, width: int | None) -> str:
     return f"{text[: _SHOWN_IN_TERMINAL - 1]}…"
 
 
-def _without_repetitions(evidence: Sequence[LogEvidence]) -> Iterator[tuple[str, str]]:
-    """Yield place and text of each line; a rank's log repeats what the launcher has recorded of its end."""
-    shown: list[str] = []
-    for line in evidence:
-        text = _MARK_OF_GLOO.sub("", _HINT_OF_GLOO.sub("", line.text))
-        repeats = any(earlier.endswith(text) for earlier in shown)
-        yield f"{line.file}:{line.line}" if line.line else line.file, "the same" if repeats else text
-        shown.append(text)
-
-
 def _of_ranks(diagnosis: Diagnosis, width: int | None) -> Iterator[str]:
-    """Yield lines for each of the first ranks to end: which was first, and how long after it the others ended."""
+    """Yield lines for the first ranks to end, with how long after the first one the others ended."""
     ranks, first = diagnosis.ranks, diagnosis.ranks[0].time
     in_full = [diagnosis.state, *(line.text for item in diagnosis.seen for line in item.evidence)]
     shown = ranks if width is None else ranks[:_MOST_RANKS]
@@ -411,7 +358,6 @@ def _of_ranks(diagnosis: Diagnosis, width: int | None) -> Iterator[str]:
 
 
 def _end_of(rank: RankEnd, in_full: Sequence[str]) -> str:
-    """Return how a rank ended; only the first sentence of a message that is in `in_full`."""
     if not rank.text or rank.kind is FailureKind.PEER_FAILED:
         return rank.kind.title
     return first_sentence(rank.text) if any(rank.text in text for text in in_full) else rank.text

@@ -9,6 +9,7 @@ import shutil
 import sys
 import sysconfig
 import time
+from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -43,16 +44,13 @@ def python(machine: MachineView) -> Iterator[Finding]:
 
 def packages_fit(machine: MachineView) -> Iterator[Finding]:
     """Compare the versions that packages require, and the builds (cpu, cu128, ...), with the installed ones."""
-    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.requirements import Requirement
 
     installed = {name: package for name in _PACKAGES if (package := _installed(machine, name)) is not None}
     fits = 0
     for name, package in installed.items():
         for text in package.requires or []:
-            try:
-                requirement = Requirement(text)
-            except InvalidRequirement:
-                continue
+            requirement = Requirement(text)
             is_wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
             other = _installed(machine, requirement.name) if is_wanted else None
             if other is None:
@@ -148,10 +146,8 @@ def accelerators(machine: MachineView) -> Iterator[Finding]:
             yield not_here("torch finds no accelerator; runs compute on the CPU")
         return
     module: Any = torch.get_device_module(current)
-    kinds: dict[str, int] = {}
-    for device in map(module.get_device_properties, range(count)):
-        name = f"{device.name} ({size(device.total_memory)})"
-        kinds[name] = kinds.get(name, 0) + 1
+    devices = map(module.get_device_properties, range(count))
+    kinds = Counter(f"{device.name} ({size(device.total_memory)})" for device in devices)
     seen = f"{count} of {current.type}: " + ", ".join(f"{number} x {name}" for name, number in kinds.items())
     if len(kinds) > 1:
         yield warning(f"{seen}: the slowest sets the pace", "Choose equal ones, with CUDA_VISIBLE_DEVICES.")

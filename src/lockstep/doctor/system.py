@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.core import hub
@@ -57,7 +57,7 @@ def _disk(machine: MachineView, path: Path, what: str, remedy: str) -> Finding:
 
 
 def shared_memory(machine: MachineView) -> Iterator[Finding]:
-    """Check /dev/shm, through which data workers, and NCCL's ranks of one machine, pass tensors."""
+    """Check /dev/shm, through which data workers and NCCL pass tensors."""
     place = machine.root / "dev/shm"
     remedy = (
         "In a container, start it with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir in memory at /dev/shm); "
@@ -87,7 +87,7 @@ def open_files(machine: MachineView) -> Iterator[Finding]:
 
 
 def clock(machine: MachineView) -> Iterator[Finding]:
-    """Compare the clock with that of the file system that hosts may share, and check that it was set."""
+    """Compare the clock with that of the file system, which hosts may share."""
     place = machine.existing(machine.folder)
     began = time.time()
     try:
@@ -98,9 +98,7 @@ def clock(machine: MachineView) -> Iterator[Finding]:
     seconds = max(began - file_time, file_time - time.time(), 0.0)
     differs = f"the clock differs by {seconds:.1f} s from the file system of {place}"
     remedy = "Set the clocks of all hosts by NTP: systemctl enable --now chrony (or timedatectl set-ntp true)."
-    if file_time < 1.6e9:
-        yield wrong(f"it is {time.strftime('%Y-%m-%d', time.gmtime(file_time))} here: certificates fail", remedy)
-    elif seconds >= SKEW_BREAKS:
+    if seconds >= SKEW_BREAKS:
         yield wrong(f"{differs}: rendezvous takes hosts for dead", remedy)
     else:
         yield warning(differs, remedy) if seconds >= SKEW_WARNS else ok(f"agrees with the file system of {place}")
@@ -109,71 +107,37 @@ def clock(machine: MachineView) -> Iterator[Finding]:
 # --- network --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Interface:
-    """A network interface.
+def interfaces() -> dict[str, str]:
+    """Return the IPv4 address of each interface that is up."""
+    import psutil
 
-    Attributes:
-        is_up: Whether it can send.
-        address: Its IPv4 address; empty if it has none.
-        speed: Megabits per second; 0 if it isn't known, as of virtual ones.
-    """
-
-    name: str
-    is_up: bool
-    address: str
-    speed: int
-
-    def __str__(self) -> str:
-        speed = f" at {self.speed / 1000:g} Gbit/s" if self.speed else ""
-        return f"{self.name} {self.address or 'without an IPv4 address'}{'' if self.is_up else ', down'}{speed}"
-
-
-def interfaces(machine: MachineView) -> list[Interface]:
-    """Return all interfaces, by name."""
-    described = []
-    for name in machine.names("sys/class/net"):
-        state, flags, speed = (machine.text(f"sys/class/net/{name}/{file}") for file in ("operstate", "flags", "speed"))
-        is_up = state == "up" or (state == "unknown" and flags.startswith("0x") and bool(int(flags, 16) & 1))
-        described.append(Interface(name, is_up, address_of(name) or "", int(speed) if speed.isdecimal() else 0))
-    return described
+    names = sorted(name for name, state in psutil.net_if_stats().items() if state.isup)
+    return {name: address for name in names if (address := address_of(name))}
 
 
 def network_interfaces(machine: MachineView) -> Iterator[Finding]:
-    """List the interfaces, and check those that variables name."""
-    here = interfaces(machine)
-    usable = [interface for interface in here if interface.is_up and interface.address]
-    problems = [finding for name in _INTERFACE_VARIABLES for finding in _named(machine, name, here)]
+    """List the interfaces, and check those in variables: gloo takes names, NCCL prefixes and, after `=`, names."""
+    usable = interfaces()
+    known = ", ".join(name for name in usable if name != "lo") or "lo"
+    problems = []
+    for variable in _INTERFACE_VARIABLES:
+        value = machine.environ.get(variable, "")
+        exact, names = value.startswith("=") or not variable.startswith("NCCL"), value.removeprefix("=").split(",")
+        is_here = any(here == name or (not exact and here.startswith(name)) for here in usable for name in names)
+        if value and not value.startswith("^") and not is_here:
+            seen = f"{variable}={value}, and there is no such interface that is up and has an IPv4 address"
+            problems.append(wrong(seen, f"Set it to one that is here: {known}."))
     yield from problems
     if not usable:
         yield wrong("no interface has an IPv4 address, loopback neither", "Set loopback up: ip link set lo up")
     elif not problems:
-        yield ok(", ".join(str(interface) for interface in usable))
-
-
-def _named(machine: MachineView, variable: str, here: list[Interface]) -> Iterator[Finding]:
-    """Check the interfaces that a variable names: gloo takes names, NCCL prefixes and, after `=`, names."""
-    value = machine.environ.get(variable, "")
-    if not value or value.startswith("^"):
-        return
-    exact = value.startswith("=") or not variable.startswith("NCCL")
-    names = value.removeprefix("=").split(",")
-    usable = [item for item in here if item.is_up and item.address]
-    known = ", ".join(item.name for item in usable if item.name != "lo") or "lo"
-    chosen = [
-        item for item in here for name in names if item.name == name or (not exact and item.name.startswith(name))
-    ]
-    if not chosen:
-        yield wrong(f"{variable}={value}, and there is no such interface", f"Set it to one that is here: {known}.")
-    elif all(item not in usable for item in chosen):
-        remedy = f"Set it up (ip link set {chosen[0].name} up), or choose {known}."
-        yield wrong(f"{variable}={value}: {chosen[0]}", remedy)
+        yield ok(", ".join(f"{name} {address}" for name, address in usable.items()))
 
 
 def port(machine: MachineView) -> Iterator[Finding]:
-    """Check that the store's port is free: that of launch.port, MASTER_PORT, or torch's default."""
+    """Check that the store's port is free: launch.port, MASTER_PORT, or torch's default."""
     master = machine.environ.get("MASTER_PORT", "")
-    is_master_here = _is_local(machine.environ.get("MASTER_ADDR", "localhost"))
+    is_master_here = machine.environ.get("MASTER_ADDR", "localhost").startswith(("localhost", "127."))
     named = machine.port or (int(master) if master.isdecimal() and int(master) < 65536 and is_master_here else 0)
     number = named or _TORCH_PORT
     if not _is_taken(number):
@@ -185,15 +149,6 @@ def port(machine: MachineView) -> Iterator[Finding]:
         yield wrong(seen, f"End that process, or set {key} to another port (0 for launch.port: any free one).")
     else:
         yield warning(f"{seen}: torchrun takes it by default", "Pass --master-port to torchrun; Lockstep takes any.")
-
-
-def _is_local(host: str) -> bool:
-    if host in ("", "localhost") or host.startswith("127."):
-        return True
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return True
-    return False
 
 
 def _is_taken(number: int) -> bool:
@@ -208,7 +163,6 @@ def _is_taken(number: int) -> bool:
 
 
 def _owner(machine: MachineView, number: int) -> str:
-    """Return which process listens on a port, if this user may see that."""
     import psutil
 
     with suppress(psutil.Error, OSError):
@@ -271,11 +225,10 @@ def threads(machine: MachineView) -> Iterator[Finding]:
         yield ok(f"OMP_NUM_THREADS is not set; ranks share {cores} core{'s' * (cores > 1)} evenly")
         return
     first, ranks = value.split(",")[0], machine.environ.get("LOCAL_WORLD_SIZE", "1")
-    if not first.isdecimal() or int(first) < 1:
-        yield wrong(f"OMP_NUM_THREADS={value} is not a whole number above 0", "Unset it.")
-    elif (total := int(first) * (int(ranks) if ranks.isdecimal() else 1)) > cores:
-        remedy = "Lower or unset it."
-        yield warning(f"OMP_NUM_THREADS={value}: {total} threads on {cores} cores wait for each other", remedy)
+    total = math.prod(int(text) if text.isdecimal() else 1 for text in (first, ranks))
+    if total > cores:
+        seen = f"OMP_NUM_THREADS={value}: {total} threads on {cores} cores wait for each other"
+        yield warning(seen, "Lower or unset it.")
     else:
         yield ok(f"OMP_NUM_THREADS={value}, {cores} cores")
 
@@ -291,40 +244,16 @@ SETTINGS = (
     ("CUDA_LAUNCH_BLOCKING", "1", "the host waits for each kernel: slow", _KEEP),
 )
 """Variables, the value that makes training slow or fail, what it does, and the remedy."""
-CONTRADICTIONS: tuple[tuple[tuple[str, str], Callable[[str, str], bool], str, str], ...] = (
-    (
-        ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
-        str.__ne__,
-        "gloo and NCCL use different interfaces",
-        "Set both to the interface between the hosts.",
-    ),
-    (
-        ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
-        lambda hub_value, value: hub.means_offline(hub_value) != hub.means_offline(value),
-        "they contradict each other, and HF_HUB_OFFLINE counts",
-        "Unset TRANSFORMERS_OFFLINE.",
-    ),
-    (
-        ("MASTER_ADDR", "SLURM_NNODES"),
-        lambda address, nodes: address.startswith(("127.", "localhost")) and nodes != "1",
-        "each node would wait at its own loopback",
-        "Set it to the first of: scontrol show hostnames",
-    ),
-)
-"""Two variables, whether their values contradict each other, what that does, and the remedy."""
 
 
 def contradictions(machine: MachineView) -> Iterator[Finding]:
-    """Check variables of NCCL, gloo, torch and the hub for what fails, contradicts itself, or is slow."""
+    """Check variables of NCCL and torch for what fails or is slow."""
     environ = machine.environ
     broken = [
         warning(f"{name}={environ[name]}: {effect}", remedy)
         for name, value, effect, remedy in SETTINGS
         if environ.get(name, "").upper() == value
     ]
-    for (first, second), holds, effect, remedy in CONTRADICTIONS:
-        if first in environ and second in environ and holds(environ[first], environ[second]):
-            broken.append(warning(f"{first}={environ[first]}, {second}={environ[second]}: {effect}", remedy))
     yield from broken
     if not broken:
         present = sorted(name for name in environ if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_")))

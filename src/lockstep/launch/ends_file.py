@@ -32,10 +32,11 @@ from lockstep.core.secrets import shareable
 from lockstep.launch import streams
 from lockstep.launch.ends import End, first_cause
 from lockstep.launch.outcome import LaunchResult
-from lockstep.monitor.attempts import ENDS, last_record, number_or_nan
+from lockstep.monitor.attempts import ENDS
 from lockstep.monitor.environment import short_description
 from lockstep.monitor.folder import LOGS, held_by, is_finished, lock_holder
 from lockstep.monitor.goodput import step_reached
+from lockstep.monitor.jsonl import as_number, last_record
 
 _LONGEST = 500  # characters of a rank's text
 _MOST_HOSTS = 1024
@@ -182,7 +183,7 @@ def _entry(file: str, number: int, text: str) -> LaunchEnds | None:
 
 def last_step(metrics: Path) -> int | None:
     """Return the step of the last whole line of metrics.jsonl; None if there is none."""
-    step = number_or_nan(last_record(metrics).get("step"))
+    step = as_number(last_record(metrics).get("step"))
     return int(step) if math.isfinite(step) else None
 
 

@@ -15,21 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core import formatting
-from lockstep.core.files import MAX_JSON_BYTES, changed, read_bounded
+from lockstep.core.files import changed
 from lockstep.core.terminal import plain_line
-from lockstep.looking.states import RunState, last_records, number, read_object, status_of
+from lockstep.looking.states import RunState, status_of
 from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import CONFIG, ENVIRONMENT, METRICS, SUMMARY, is_run
 from lockstep.monitor.goodput import goodput, step_reached
+from lockstep.monitor.jsonl import as_number, read_object, read_tail
 from lockstep.monitor.rank_meters import LIVE
 
 RUNS = "runs"
 """The default folder of runs."""
 _MOST_ENTRIES = 20_000  # of a folder
 _TAIL = 1 << 12
-_SECTION = re.compile(r"^run:\n(?:[ #].*\n)*", re.MULTILINE)
-_STEPS = re.compile(r"^ +steps: (\d+)$", re.MULTILINE)
 _HEAD = ("state", "run", "step", "loss", "speed", "age", "host")
 _RIGHT = ("step", "loss", "speed", "age")
 _DISPENSABLE = ("host", "speed", "age", "loss", "step")
@@ -39,16 +38,13 @@ _SHORT_NAME = 12  # characters of a run's name that stay
 
 @dataclass(frozen=True, slots=True)
 class ListedRun:
-    """A run in a list. What isn't known is None.
+    """A run in a list. None: unknown.
 
     Attributes:
         run: Its folder.
-        steps: To do.
-        share: Of the run that is done, from 0 to 1.
-        speed: Tokens per second, or samples per second where samples have no tokens: `unit`.
-        started: When it was started last, in seconds of the epoch.
-        changed: When it last wrote something.
-        goodput: Share of its wall time that trained updates that were kept, over all attempts.
+        steps: To do; `share` of it is done, from 0 to 1.
+        speed: Tokens or samples (`unit`) per second.
+        started: When it was started last (Unix time); `changed` when it last wrote something.
         note: Why it ended, or what is unusual; may be empty.
     """
 
@@ -72,17 +68,14 @@ class ListedRun:
 
 
 def list_runs(folders: Sequence[Path]) -> list[ListedRun]:
-    """Return the runs in these folders and the folders in them, the last started first.
-
-    A folder that is a run itself counts. What can't be read is left out.
-    """
+    """Return the runs in these folders and the folders in them, the last started first."""
     runs = {os.path.realpath(run): run for folder in folders for run in runs_in(folder)}
     rows = map(listed, runs.values())
     return sorted(rows, key=lambda row: row.changed if row.started is None else row.started, reverse=True)
 
 
 def runs_in(folder: Path, depth: int = 2) -> Iterator[Path]:
-    """Yield the folder if it is a run, otherwise the runs in it and in its folders, by name: seed-2 before seed-10."""
+    """Yield the folder if it is a run, else the runs in it and in its folders, by name: seed-2 before seed-10."""
     with suppress(OSError):
         if is_run(folder):
             yield folder
@@ -103,23 +96,24 @@ def _natural(name: str) -> list[tuple[str, int]]:
 def listed(run: Path) -> ListedRun:
     """Return what the files of a run show. Never raises OSError."""
     status = status_of(run)
-    records = last_records(run / METRICS, _TAIL)
+    records = read_tail(run / METRICS, _TAIL)
     last = records[-1] if records else {}
     trained: Mapping[str, Any] = next((each for each in reversed(records) if each.get("kept") is not False), {})
     summary, live, environment = (read_object(run / name) for name in (SUMMARY, LIVE, ENVIRONMENT))
-    step = max(number(summary.get("steps"), -1), number(last.get("step"), -1), step_reached(run) or -1)
-    wanted = _planned_steps(run)
+    step = max(as_number(summary.get("steps"), -1), as_number(last.get("step"), -1), step_reached(run) or -1)
+    attempts = read_attempts(run)
+    wanted = as_number(attempts[-1].facts.get("steps"), 0.0) if attempts else 0.0
     share = 1.0 if summary else min(1.0, max(step, 0) / wanted) if wanted > 0 else None
-    tokens, samples = (number(last.get(f"{name}_per_second")) for name in ("tokens", "samples"))
+    tokens, samples = (as_number(last.get(f"{name}_per_second")) for name in ("tokens", "samples"))
     speed, name = (tokens, "tokens") if tokens > samples else (samples, "samples")
     host = environment.get("host")
     return ListedRun(
         run=str(run),
         state=status.state,
         step=int(step) if step >= 0 else None,
-        steps=int(wanted or number(summary.get("steps"), 0.0)) or None,
+        steps=int(wanted or as_number(summary.get("steps"), 0.0)) or None,
         share=share,
-        loss=_known(number(trained.get("loss"))),
+        loss=_known(as_number(trained.get("loss"))),
         speed=_known(speed) if speed > 0 else None,
         unit=name,
         started=_moment(environment.get("created")),
@@ -129,20 +123,6 @@ def listed(run: Path) -> ListedRun:
         note=status.note,
         goodput=useful.share if (useful := goodput(run)) is not None and math.isfinite(useful.share) else None,
     )
-
-
-def _planned_steps(run: Path) -> float:
-    """Return the length of a run in steps, if its last attempt knew it or its config has it; 0: unknown.
-
-    The config is read as text: Lockstep writes it in one form, and parsing 500 of them takes seconds.
-    """
-    attempts = read_attempts(run)
-    steps = number(attempts[-1].facts.get("steps"), 0.0) if attempts else 0.0
-    with suppress(OSError):
-        text = read_bounded(run / CONFIG, MAX_JSON_BYTES).decode("utf-8", "replace") if steps <= 0 else ""
-        section = _SECTION.search(text + "\n")
-        steps = float(match[1]) if section is not None and (match := _STEPS.search(section[0])) else steps
-    return steps
 
 
 def _hosts(live: Mapping[str, Any]) -> set[str]:
@@ -165,7 +145,7 @@ def _known(value: float) -> float | None:
 
 
 def describe(rows: Sequence[ListedRun], width: int | None, now: float | None = None) -> str:
-    """Return a table of at most `width` columns; None: for a file, in which nothing is cut."""
+    """Return a table of at most `width` columns; None: for a file, nothing is cut."""
     if not rows:
         return "no runs"
     moment = time.time() if now is None else now

@@ -1,8 +1,4 @@
-"""The screen of `lockstep top`, drawn by rich: once, or every second in a terminal until q is pressed.
-
-rank  host  step  phase     for     mean     p95      memory
-   1  vm     120  backward  0.01 s  0.05 s   0.07 s   1.2 GiB  1.7x backward
-"""
+"""The screen of `lockstep top`, drawn by rich: once, or every second in a terminal until q is pressed."""
 
 from __future__ import annotations
 
@@ -19,20 +15,21 @@ from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from lockstep.core import formatting
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import plain_line
-from lockstep.looking.states import RunState, number
+from lockstep.looking.states import RunState
 from lockstep.looking.watched import WatchedRank, WatchedRun, watch
+from lockstep.monitor.jsonl import as_number
+from lockstep.monitor.live import progress_row
 
 _REDRAWN_S = 1.0
 _SPARKS, _ASCII_SPARKS = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 _MOST_EVENTS = 5
-_LINES_OF_OTHERS = 14  # on a screen: those that aren't about ranks
+_LINES_OF_OTHERS = 15  # on a screen: those that aren't about ranks
 _COLUMNS: tuple[tuple[str, int, Callable[[WatchedRank], str]], ...] = (
     ("rank", 0, lambda rank: str(rank.rank)),
     ("host", 60, lambda rank: plain_line(rank.host)),
@@ -82,7 +79,7 @@ def draw(run: WatchedRun, console: Console) -> RenderableType:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """Return a line, which ends with an ellipsis if it is cut: a part of a number would be another number."""
+    """Return a line, which ends with an ellipsis if it is cut."""
     return Text(plain_line(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
@@ -95,9 +92,10 @@ def _head(run: WatchedRun, console: Console) -> Iterator[RenderableType]:
     name, space = plain_line(row.run), max(8, console.width - len(row.state.value) - len(ranks) - 2)
     name = name if len(name) <= space else f"…{name[len(name) - space + 1 :]}"
     yield _line(f"{name}  {row.state.value}{ranks}", "bold" if is_fine else "red")
-    for note in filter(None, (row.note, run.damaged)):
-        yield _line(note, "" if row.state is RunState.STOPPED else "red")
-    yield _progress(run)
+    if row.note:
+        yield _line(row.note, "" if row.state is RunState.STOPPED else "red")
+    left = f"{formatting.clock(run.left)} left" if run.left is not None else ""
+    yield progress_row(row.step or 0, row.steps, left)
     yield Text("  ".join(_figures(run)))
     signs = _SPARKS if "utf" in console.encoding else _ASCII_SPARKS
     if curve := sparkline(run.losses, max(8, min(60, console.width - 30)), signs):
@@ -109,17 +107,6 @@ def _head(run: WatchedRun, console: Console) -> Iterator[RenderableType]:
         )
 
 
-def _progress(run: WatchedRun) -> RenderableType:
-    steps, step = run.listed.steps, run.listed.step or 0
-    left = f"{formatting.clock(run.left)} left" if run.left is not None else ""
-    if not steps:
-        return _line(f"step {step:,}  {left}".rstrip())
-    table = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
-    done = f"{100 * step // steps} %"
-    table.add_row(f"{step:,}/{steps:,}", ProgressBar(steps, step, complete_style="", finished_style=""), done, left)
-    return table
-
-
 def _figures(run: WatchedRun) -> Iterator[str]:
     last, row = run.last, run.listed
     if row.loss is not None:
@@ -129,18 +116,18 @@ def _figures(run: WatchedRun) -> Iterator[str]:
     if means := [rank.seconds for rank in run.ranks if math.isfinite(rank.seconds)]:
         yield f"{_time(statistics.fmean(means))} a step"
     for name, label in (("grad_norm", "grad norm"), ("lr", "lr")):
-        if math.isfinite(value := number(last.get(name))):
+        if math.isfinite(value := as_number(last.get(name))):
             yield f"{label} {formatting.value(value)}"
     if run.mfu is not None:
         yield f"MFU {100 * run.mfu:.0f} %"
     if row.goodput is not None:
         yield f"goodput {100 * row.goodput:.0f} %"
-    if discarded := number(last.get("discarded"), 0.0):
+    if discarded := as_number(last.get("discarded"), 0.0):
         yield f"{discarded:,.0f} discarded"
 
 
 def sparkline(values: Sequence[float], width: int, signs: str = _SPARKS) -> str:
-    """Return medians of the values as a row of bars, `x` where one isn't finite; empty if there are fewer than two."""
+    """Return medians of the values as a row of bars, `x` where one isn't finite; empty for less than two values."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2:
         return ""

@@ -1,19 +1,15 @@
 """The state of a run, from the files that are there.
 
-summary.json                     --> done        or diverged, if its losses show it
-run.lock held, or a live.json    --> starting    no update yet
-of the last seconds                  running
-logs/ends*.jsonl                 --> stopped, failed, diverged
-none of these                    --> failed      its launcher was killed
-                                     stopped     other launchers leave no record
+summary.json                       --> done, or diverged by its losses
+run.lock held, or a new live.json  --> running, or starting before the first update
+logs/ends*.jsonl                   --> stopped, failed, diverged
+none of these                      --> failed: its launcher was killed; stopped: other launchers leave no record
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,23 +17,20 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.files import MAX_JSON_BYTES, changed, opened_regular, read_bounded
+from lockstep.core.files import changed, opened_regular
 from lockstep.core.formatting import duration
 from lockstep.launch.ends_file import last_launch, why_unrecorded
 from lockstep.monitor.attempts import is_running
 from lockstep.monitor.events import passed_discards
 from lockstep.monitor.folder import ENVIRONMENT, METRICS, SUMMARY, is_finished
+from lockstep.monitor.jsonl import as_number, parsed, read_object
 from lockstep.monitor.rank_meters import LIVE
 
 _FRESH_S = 30.0
 """Age up to which a live.json, which is replaced every 2 s, shows that its run is running, wherever that is."""
 _SUSPECT = 2.0  # times the lowest loss, from which on the losses are examined
-_LOSS = re.compile(
-    rb'^\{"step": (\d{1,15}),.*?"loss": (null|-?[\d.]+(?:e[-+]?\d+)?)(?!, "count": 0\.0,)[,}](.*"kept": false)?',
-    re.MULTILINE,
-)
-_BLOCK = 1 << 12
-_BLOCKS = 12
+_BLOCK = 1 << 10
+_BLOCKS = 16
 _END = 1 << 14
 
 
@@ -66,7 +59,7 @@ class RunStatus:
 
     @property
     def sentence(self) -> str:
-        """A sentence on how the run ended, or what is unusual about it; empty if nothing is."""
+        """A sentence on how the run ended, or what is unusual; may be empty."""
         if self.state is RunState.DONE:
             return f"It {self.note}." if self.note else ""
         if self.state.is_active:
@@ -81,7 +74,7 @@ def status_of(run: Path) -> RunStatus:
     if is_finished(run):
         losses = _divergence(run)
         return RunStatus(RunState.DIVERGED, losses) if losses else RunStatus(RunState.DONE, _early_end(run))
-    silent = time.time() - number(live.get("time"), changed(run / LIVE)) if live else math.inf
+    silent = time.time() - as_number(live.get("time"), changed(run / LIVE)) if live else math.inf
     if is_running(run):
         return _active(run, live, silent)
     return _ended(run)
@@ -90,12 +83,6 @@ def status_of(run: Path) -> RunStatus:
 def _early_end(run: Path) -> str:
     reason = read_object(run / SUMMARY).get("stopped_early")
     return f"ended early: {reason}" if isinstance(reason, str) and reason else ""
-
-
-def number(value: object, otherwise: float = math.nan) -> float:
-    """Return a finite number as it is, and something else instead of anything else."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-    return float(value) if is_number and isinstance(value, int | float) else otherwise
 
 
 def _active(run: Path, live: Mapping[str, Any], silent: float) -> RunStatus:
@@ -135,48 +122,6 @@ def _divergence(run: Path) -> str:
     return finding.text.partition(". ")[0] if finding is not None and finding.is_wrong else ""
 
 
-# --- files: what is missing, damaged, a link or no file counts as empty ----------------------------------------------
-
-
-def read_object(file: Path) -> Mapping[str, Any]:
-    """Return a file's JSON object; empty if it has none."""
-    try:
-        content = None if file.is_symlink() else json.loads(read_bounded(file, MAX_JSON_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def last_records(file: Path, size: int) -> list[dict[str, Any]]:
-    """Return the JSON objects in the last `size` bytes of a file of lines."""
-    return read_tail(file, size)[0]
-
-
-def read_tail(file: Path, size: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the JSON objects in the last `size` bytes of a file of lines, and the number of lines that are damaged.
-
-    The last line of a file may be on its way: it counts only once it has its end.
-    """
-    try:
-        with opened_regular(file) as handle:
-            begin = max(0, os.fstat(handle).st_size - size)
-            lines = os.pread(handle, size, begin).split(b"\n")
-    except OSError:
-        return [], 0
-    whole = lines[1:] if begin else lines
-    parsed = [_object(text) for text in whole]
-    records = [record for record in parsed if record is not None]
-    return records, sum(record is None and bool(text) for text, record in zip(whole[:-1], parsed, strict=False))
-
-
-def _object(text: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
-
-
 def sampled_losses(file: Path) -> list[tuple[int, float]]:
     """Return step and loss of some records of metrics.jsonl, the first and the last among them; NaN: not finite.
 
@@ -192,14 +137,9 @@ def sampled_losses(file: Path) -> list[tuple[int, float]]:
                 parts = [*(os.pread(handle, _BLOCK, begin) for begin in begins), os.pread(handle, _END, size - _END)]
     except OSError:
         return []
-    matches = [match for part in parts for match in _LOSS.finditer(part)]
-    losses = {int(match[1]): _loss(match[2]) for match in matches}
-    gone = passed_discards([int(match[1]) for match in matches if match[3]], max(losses, default=0))
+    lines = (parsed(text) or {} for part in parts for text in part.split(b"\n"))
+    records = [line for line in lines if as_number(line.get("step")) >= 0 and line.get("count") != 0]
+    losses = {int(record["step"]): as_number(record.get("loss")) for record in records}
+    discarded = [int(record["step"]) for record in records if record.get("kept") is False]
+    gone = passed_discards(discarded, max(losses, default=0))
     return sorted((step, loss) for step, loss in losses.items() if step not in gone)
-
-
-def _loss(text: bytes) -> float:
-    try:
-        return float("nan") if text == b"null" else float(text)
-    except ValueError:
-        return float("nan")

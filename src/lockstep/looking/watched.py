@@ -1,9 +1,4 @@
-"""A run as `lockstep top` sees it, read again and again from its files.
-
-live.json       --> each rank: phase, step time, memory, silent or not; nothing once the run has ended
-metrics.jsonl   --> loss, speed, time left
-events.jsonl    --> the last events
-"""
+"""A run as `lockstep top` sees it, from live.json (while it trains), metrics.jsonl and events.jsonl."""
 
 from __future__ import annotations
 
@@ -18,10 +13,11 @@ from lockstep.core import formatting
 from lockstep.core.errors import ConfigError
 from lockstep.core.near_runs import not_a_run
 from lockstep.looking.listing import RUNS, ListedRun, list_runs, listed
-from lockstep.looking.states import RunState, number, read_object, read_tail, sampled_losses
+from lockstep.looking.states import RunState, sampled_losses
 from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import METRICS, is_run
+from lockstep.monitor.jsonl import as_number, read_object, read_tail
 from lockstep.monitor.rank_meters import LIVE, POST_S
 
 SILENT_S = 10.0
@@ -38,12 +34,11 @@ class WatchedRank:
     """A rank as it was last seen; NaN: unknown.
 
     Attributes:
-        phase: In which it was when it posted its last notice, for `phase_seconds` by then.
-        silent: Seconds since its last notice.
+        phase: At its last notice, for `phase_seconds`; `silent`: seconds since then.
         seconds, slowest: Of an update: mean and 95th percentile.
         memory: Bytes, on its device if it has one.
         utilization: Of its GPU, in percent.
-        straggler: What slows the others down, such as "1.7x backward"; empty if nothing does.
+        straggler: What slows the others down, such as "1.7x backward"; may be empty.
     """
 
     rank: int
@@ -64,7 +59,7 @@ class WatchedRank:
 
     @property
     def severity(self) -> tuple[bool, float, bool, float, int]:
-        """A key: the smallest is that of the rank to look at first."""
+        """A key: the rank to look at first has the smallest."""
         known = self.seconds if math.isfinite(self.seconds) else 0.0
         return not self.is_silent, self.step if math.isfinite(self.step) else 0.0, not self.straggler, -known, self.rank
 
@@ -74,13 +69,11 @@ class WatchedRun:
     """All that is shown of a run.
 
     Attributes:
-        last: The last record of metrics.jsonl; empty if there is none.
+        last: The last record of metrics.jsonl; may be empty.
         left: Seconds that the rest will take; None: unknown.
-        losses: Of some updates, in their order.
+        losses: Of some updates, in order.
         split: Mean share of an update by phase.
         events: Sentences, the newest last.
-        mfu: Share of the peak of its devices that the model's operations use; None: unknown.
-        damaged: A sentence on the lines that could not be read; empty if there are none.
     """
 
     listed: ListedRun
@@ -91,10 +84,9 @@ class WatchedRun:
     split: Mapping[str, float]
     events: tuple[str, ...]
     mfu: float | None = None
-    damaged: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `lockstep top --json` prints; None for what isn't known."""
+        """Return what `lockstep top --json` prints."""
         return {
             **self.listed.as_json(),
             "seconds_left": self.left,
@@ -103,17 +95,16 @@ class WatchedRun:
             "last": dict(self.last),
             "ranks": [asdict(rank) for rank in self.ranks],
             "events": list(self.events),
-            "damaged": self.damaged,
         }
 
 
 def watch(run: Path) -> WatchedRun:
-    """Read a run's files. Never raises OSError: what can't be read is left out."""
+    """Read a run's files. What can't be read is left out."""
     row = listed(run)
     live = read_object(run / LIVE) if row.state.is_active else {}
-    (records, damaged), (events, damaged_events) = (read_tail(run / name, _TAIL) for name in (METRICS, EVENTS))
+    records, events = (read_tail(run / name, _TAIL) for name in (METRICS, EVENTS))
     attempts = read_attempts(run)
-    age = max(0.0, time.time() - number(live.get("time"), time.time()))
+    age = max(0.0, time.time() - as_number(live.get("time"), time.time()))
     return WatchedRun(
         row,
         records[-1] if records else {},
@@ -122,22 +113,12 @@ def watch(run: Path) -> WatchedRun:
         _ranks(live, age),
         _split(live),
         tuple(filter(None, map(event_text, events[-_EVENTS:]))),
-        attempts[-1].utilization(number(records[-1].get("tokens_per_second"))) if attempts and records else None,
-        _damage({METRICS: damaged, EVENTS: damaged_events}),
+        attempts[-1].utilization(as_number(records[-1].get("tokens_per_second"))) if attempts and records else None,
     )
 
 
-def _damage(lines: Mapping[str, int]) -> str:
-    parts = [f"{lost:,} line{'s' * (lost > 1)} of {name}" for name, lost in lines.items() if lost]
-    return f"{' and '.join(parts)} can't be read" if parts else ""
-
-
 def chosen_run(run: Path | None) -> Path:
-    """Return the run, or the one that was started last, and of those that are running.
-
-    Raises:
-        ConfigError: It is not a run, or there is none.
-    """
+    """Return the run; by default the last one started, if possible one that is running. Raises ConfigError."""
     if run is not None:
         if not is_run(run):
             raise not_a_run(run)
@@ -156,17 +137,17 @@ def _ranks(live: Mapping[str, Any], age: float) -> tuple[WatchedRank, ...]:
     ranks = []
     for record in _objects(live.get("ranks")):
         gauges = record.get("gauges")
-        rank = int(number(record.get("rank"), 0))
+        rank = int(as_number(record.get("rank"), 0))
         ranks.append(
             WatchedRank(
                 rank,
                 str(record.get("host", "")),
-                number(record.get("step")),
+                as_number(record.get("step")),
                 str(record.get("phase", "")),
                 _in_phase(record, age),
-                number(record.get("silent"), 0.0) + age,
-                number(record.get("step_seconds")),
-                number(record.get("slowest")),
+                as_number(record.get("silent"), 0.0) + age,
+                as_number(record.get("step_seconds")),
+                as_number(record.get("slowest")),
                 _first(gauges, _MEMORY),
                 _first(gauges, _UTILIZATION),
                 stragglers.get(rank, ""),
@@ -176,12 +157,8 @@ def _ranks(live: Mapping[str, Any], age: float) -> tuple[WatchedRank, ...]:
 
 
 def _in_phase(record: Mapping[str, Any], age: float) -> float:
-    """Return for how long a rank has been in its phase.
-
-    One that had been in it for longer than notices are apart is in it still; of another one, only what it posted is
-    known: its updates may have passed many phases since.
-    """
-    since, silent = number(record.get("phase_seconds")), number(record.get("silent"), 0.0)
+    """Return for how long a rank has been in its phase: until now if it seems stuck, else until its last notice."""
+    since, silent = as_number(record.get("phase_seconds")), as_number(record.get("silent"), 0.0)
     posted = since - silent
     return since + age if posted >= POST_S or silent + age > SILENT_S else posted
 
@@ -189,9 +166,8 @@ def _in_phase(record: Mapping[str, Any], age: float) -> float:
 def _stragglers(record: Mapping[str, Any]) -> dict[int, str]:
     ratios = {}
     for item in _objects(record.get("stragglers")):
-        ratio = number(item.get("ratio"))
-        times = f"{ratio:.1f}x" if math.isfinite(ratio) else "-"
-        ratios[int(number(item.get("rank"), -1))] = f"{times} {item.get('phase', '')}"
+        rank, ratio = as_number(item.get("rank"), -1), as_number(item.get("ratio"))
+        ratios[int(rank)] = f"{ratio:.1f}x {item.get('phase', '')}"
     return ratios
 
 
@@ -199,7 +175,7 @@ def _split(live: Mapping[str, Any]) -> dict[str, float]:
     totals: dict[str, float] = {}
     for split in (record.get("split") for record in _objects(live.get("ranks"))):
         for name, seconds in split.items() if isinstance(split, dict) else ():
-            totals[str(name)] = totals.get(str(name), 0.0) + number(seconds, 0.0)
+            totals[str(name)] = totals.get(str(name), 0.0) + as_number(seconds, 0.0)
     total = sum(totals.values())
     return {name: seconds / total for name, seconds in totals.items()} if total > 0 else {}
 
@@ -211,36 +187,36 @@ def _time_left(row: ListedRun, records: list[dict[str, Any]]) -> float | None:
     if row.steps is None or row.step is None or len(records) < 2:
         return None
     first, last = records[-min(len(records), 20)], records[-1]
-    done = number(last.get("step"), 0.0) - number(first.get("step"), 0.0)
-    seconds = number(last.get("seconds")) - number(first.get("seconds"))
+    done = as_number(last.get("step"), 0.0) - as_number(first.get("step"), 0.0)
+    seconds = as_number(last.get("seconds")) - as_number(first.get("seconds"))
     return (row.steps - row.step) * seconds / done if done > 0 and seconds > 0 else None
 
 
 def event_text(record: Mapping[str, Any]) -> str:
     """Return a sentence about a line of events.jsonl; empty for what users logged."""
-    step = f"step {number(record.get('step'), 0):,.0f}: "
+    step = f"step {as_number(record.get('step'), 0):,.0f}: "
     if isinstance(name := record.get("evaluation"), str):
         numbers = {key: value for key, value in record.items() if not isinstance(value, str | list | dict)}
-        known = {key: number(value) for key, value in numbers.items() if key not in _NO_METRICS}
+        known = {key: as_number(value) for key, value in numbers.items() if key not in _NO_METRICS}
         metrics = {key: value if math.isfinite(value) else None for key, value in known.items()}
         return f"{step}evaluation {name}: {formatting.metrics(metrics)}"
     if "failure" in record:
         return f"{step}not saved: {record['failure']}"
     if "saved" in record:
-        size, seconds = (number(record.get(key), 0.0) for key in ("bytes", "seconds"))
+        size, seconds = (as_number(record.get(key), 0.0) for key in ("bytes", "seconds"))
         return f"{step}saved {formatting.size(size)} in {formatting.duration(seconds)}"
     if "resumed" in record:
-        return f"{step}resumed on {number(record.get('ranks'), 0):.0f} ranks"
+        return f"{step}resumed on {as_number(record.get('ranks'), 0):.0f} ranks"
     if "epoch_done" in record:
-        loss = number(record.get("loss"))
+        loss = as_number(record.get("loss"))
         shown = formatting.value(loss) if math.isfinite(loss) else "not finite"
-        return f"{step}epoch {number(record.get('epoch_done'), 0) + 1:.0f} done, loss {shown}"
+        return f"{step}epoch {as_number(record.get('epoch_done'), 0) + 1:.0f} done, loss {shown}"
     return ""
 
 
 def _first(gauges: object, names: Iterable[str]) -> float:
     values = gauges if isinstance(gauges, dict) else {}
-    return next((number(values[name]) for name in names if name in values), math.nan)
+    return next((as_number(values[name]) for name in names if name in values), math.nan)
 
 
 def _objects(value: object) -> list[dict[str, Any]]:

@@ -1,32 +1,25 @@
-"""attempts.jsonl: a line an attempt, with when and where it began, and what its plan promised.
-
-    {"attempt": 2, "launched": 1790000000.0, "began": 1790000004.2, "ended_before": 1789999990.1, "step": 480,
-     "seconds": 96.1, "hosts": [["a", 8], ["b", 8]], "ranks": 16, "flops_per_token": 1.2e9, "planned": {...}, ...}
-
-Unlike the files with lines of updates, it isn't rewound: an attempt whose updates were lost has taken its time, too.
-"""
+"""attempts.jsonl: a line an attempt, with when and where it began, and what its plan promised. It isn't rewound."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.files import MAX_JSON_BYTES, opened_regular, read_bounded
+from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.records import RunInfo
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import ATTEMPTS, LOCK, METRICS, held_by, holder_is_gone
-from lockstep.monitor.jsonl import line
+from lockstep.monitor.jsonl import as_number, last_record, line, parsed, read_object
 from lockstep.monitor.rank_meters import LIVE, RANKS
 
 ENDS = "ends.jsonl"
-"""The file, among the logs, with a line for each round of ranks: how and when it ended."""
+"""The file beside the logs that says how and when each launch ended."""
 _FACTS = (
     "strategy",
     "ranks",
@@ -44,19 +37,11 @@ _FACTS = (
 )
 _OWN = ("attempt", "launched", "began", "ended_before", "step", "seconds", "hosts", "planned")
 _FRESH_S = 30.0
-_LARGEST = 1e30
-_TAIL = 1 << 22  # bytes: a line of 1,024 ranks has 100 KB
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The promises of a run's plan for each rank.
-
-    Attributes:
-        parameters, gradients, optimizer: Bytes that the fullest rank holds.
-        sent: Bytes that a rank sends in an update; None where the model is divided over ranks.
-        bubble: Share of its time that a rank of a pipeline waits.
-    """
+    """The promises of a run's plan for its fullest rank, in bytes; `bubble`: the share that a pipeline's rank waits."""
 
     parameters: int = 0
     gradients: int = 0
@@ -66,21 +51,19 @@ class Planned:
 
     @property
     def held(self) -> int:
-        """Bytes of all of them."""
         return self.parameters + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An attempt of a run. Times are of the clock of the first rank's host, in seconds of the epoch.
+    """An attempt of a run. Times are Unix times of rank 0's host.
 
     Attributes:
-        launched: When its launcher took the run's folder.
-        began: When its first update began.
-        ended_before: When the attempt before it gave its last sign; NaN: there was none, or it isn't known.
+        launched: When its launcher took the run's folder; `began`: its first update.
+        ended_before: The last sign of life of the attempt before it; NaN: unknown.
         step, seconds: Of the run, at the checkpoint that it resumed from; 0 for none.
-        hosts: Their names and numbers of ranks, in the order of ranks.
-        facts: Those of `RunInfo` that explain its speed; empty where they aren't known.
+        hosts: Names and numbers of ranks.
+        facts: The fields of `RunInfo` that explain its speed.
     """
 
     launched: float
@@ -94,7 +77,7 @@ class Attempt:
 
     def number(self, name: str) -> float | None:
         """Return a positive number of the facts; None if it isn't known."""
-        value = number_or_nan(self.facts.get(name))
+        value = as_number(self.facts.get(name))
         return value if value > 0 else None
 
     def utilization(self, tokens_per_second: float) -> float | None:
@@ -105,7 +88,6 @@ class Attempt:
         return tokens_per_second * flops / (peak * ranks)
 
     def record(self, attempt: int) -> dict[str, Any]:
-        """Return it as an object of JSON."""
         return {
             "attempt": attempt,
             "launched": round(self.launched, 3),
@@ -120,28 +102,20 @@ class Attempt:
 
 
 def facts_of(info: RunInfo) -> dict[str, Any]:
-    """Return the facts of an attempt."""
     return {name: getattr(info, name) for name in _FACTS}
 
 
 def by_host(hosts: Sequence[str]) -> tuple[tuple[str, int], ...]:
     """Return the hosts of the ranks, in their order, each with its number of consecutive ranks."""
-    runs: list[tuple[str, int]] = []
-    for host in hosts:
-        if runs and runs[-1][0] == host:
-            runs[-1] = (host, runs[-1][1] + 1)
-        else:
-            runs.append((host, 1))
-    return tuple(runs)
+    return tuple((host, len([*ranks])) for host, ranks in groupby(hosts))
 
 
 def attempts_text(attempts: Sequence[Attempt]) -> str:
-    """Return the content of attempts.jsonl."""
     return b"".join(line(attempt.record(number)) for number, attempt in enumerate(attempts, 1)).decode()
 
 
 def read_attempts(run: Path) -> tuple[Attempt, ...]:
-    """Return the attempts of a run, the first one first; none of those whose lines can't be read."""
+    """Return the attempts of a run, in order, without those whose lines can't be read."""
     try:
         content = read_bounded(run / ATTEMPTS, MAX_JSON_BYTES)
     except OSError:
@@ -150,7 +124,6 @@ def read_attempts(run: Path) -> tuple[Attempt, ...]:
 
 
 def attempt_id(number: int, attempt: Attempt) -> str:
-    """Return what identifies an attempt of a run, the `number`th."""
     return f"{number}-{attempt.began:.3f}"
 
 
@@ -165,7 +138,7 @@ def last_steps(attempts: Sequence[Attempt]) -> dict[str, float]:
 
 def _attempt(text: bytes) -> Attempt | None:
     try:
-        record: dict[str, Any] = json.loads(text)
+        record = parsed(text) or {}
         return Attempt(
             _time(record["launched"]),
             float(record["began"]),
@@ -176,7 +149,7 @@ def _attempt(text: bytes) -> Attempt | None:
             {name: value for name, value in record.items() if name not in _OWN},
             Planned(**record.get("planned") or {}),
         )
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
 
 
@@ -202,39 +175,10 @@ def is_running(run: Path) -> bool:
 
 
 def last_sign(run: Path) -> float:
-    """Return when a run gave its last sign, of whatever attempt; NaN: never.
-
-    It is the time of its ranks' last meters, or, where none are written, that of its files, the beginning of its last
-    attempt at least.
-    """
-    times = [number_or_nan(last_record(run / RANKS).get("time"))]
-    with suppress(OSError, ValueError, AttributeError, RecursionError):
-        times.append(number_or_nan(json.loads(read_bounded(run / LIVE, MAX_JSON_BYTES)).get("time")))
-    for names in ((METRICS, EVENTS), (ATTEMPTS,)):  # the latter alone: no attempt has finished an update
+    """Return when a run gave its last sign of life: by its ranks' meters, or else by its files; NaN: never."""
+    times = [as_number(record.get("time")) for record in (last_record(run / RANKS), read_object(run / LIVE))]
+    for names in ((METRICS, EVENTS), (ATTEMPTS,)):
         for name in () if any(map(math.isfinite, times)) else names:
             with suppress(OSError):
                 times.append((run / name).stat().st_mtime)
     return max(filter(math.isfinite, times), default=math.nan)
-
-
-def last_record(file: Path) -> Mapping[str, Any]:
-    """Return the last whole line of a file of JSON objects; empty if there is none."""
-    for size in (1 << 15, _TAIL):
-        try:
-            with opened_regular(file) as handle:
-                begin = max(0, os.fstat(handle).st_size - size)
-                lines = os.pread(handle, size, begin).splitlines(keepends=True)
-        except OSError:
-            return {}
-        for text in reversed(lines):
-            with suppress(ValueError, RecursionError):
-                record = json.loads(text) if text.endswith(b"\n") else None
-                if isinstance(record, dict):
-                    return record
-    return {}
-
-
-def number_or_nan(value: object) -> float:
-    """Return a number that a file has; NaN for anything else, and for what is too large to be measured."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
-    return float(value) if is_number and isinstance(value, int | float) else math.nan

@@ -1,8 +1,4 @@
-"""The terminal monitor: the plan at the start, the progress of the run, and its result.
-
-on a terminal    a live display at the bottom (`live`); everything else scrolls above it
-elsewhere        plain lines, `every` steps but not more than one a second, and one at least every 15 s
-"""
+"""The terminal monitor: the plan at the start, the progress of the run, live or in plain lines, and its result."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import contextlib
 import math
 import os
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TextIO
@@ -26,7 +21,7 @@ from lockstep.core.failure_kinds import Retry
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport, Verdict
 from lockstep.core.terminal import plain, plain_line
-from lockstep.monitor.live import LiveDisplay, Status, terminal_width
+from lockstep.monitor.live import LiveDisplay, Status
 from lockstep.monitor.meters import Rates, Throughput, model_flops_utilization
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, ReportWriter
@@ -49,13 +44,12 @@ _INTERRUPTED = "interrupted after"  # ranks start again, or another rank reports
 
 
 class Console(ReportWriter):
-    """Prints to a stream. A stream that breaks gets nothing more, and the run continues.
+    """Prints to a stream, by default standard output. A stream that breaks gets nothing more, and the run continues.
 
     Args:
-        every: steps between plain lines.
-        progress: `auto`: live on a terminal, otherwise, and in CI, plain; with times in the log of a batch job. `none`:
-            no progress, but start, evaluations and end.
-        stream: standard output if None.
+        every: Steps between plain lines.
+        progress: `auto`: live on a terminal; plain elsewhere and in CI, with times in the log of a batch job. `none`:
+            only start, evaluations and end.
     """
 
     def __init__(self, every: int, progress: Progress = "auto", stream: TextIO | None = None) -> None:
@@ -169,7 +163,6 @@ class Console(ReportWriter):
         self._output.print("  ".join(part for part in parts if part))
 
     def _status(self, report: StepReport) -> Status:
-        """Return what is shown of a step, the important first: what doesn't fit in a row is left out at the end."""
         steps = self._facts.steps if self._facts else None
         left = self._throughput.remaining(report.step, steps)
         parts = [
@@ -224,7 +217,7 @@ def _loss(report: StepReport) -> str:
 
 
 def _end_of(error: BaseException | None) -> str:
-    """Return how an attempt ended, as the first words of its summary; where another may follow, it was interrupted."""
+    """Return how an attempt ended, as the first words of its summary."""
     if error is None:
         return "done:"
     if isinstance(error, Stopped | KeyboardInterrupt):
@@ -235,18 +228,14 @@ def _end_of(error: BaseException | None) -> str:
 
 
 def time_shares(split: Mapping[str, float]) -> str:
-    """Return the shares of an update's time by phase, the longest first; those below half a percent are left out."""
+    """Return the shares of an update's time by phase from half a percent on, the longest first."""
     whole = sum(split.values())
     longest = sorted(split.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {100 * part / whole:.0f} %" for name, part in longest if part >= 0.005 * whole)
 
 
 class Output:
-    """Lines, and two live rows below them on a terminal. Nothing once the stream is broken.
-
-    Attributes:
-        live: whether there is a live display.
-    """
+    """Lines, and two live rows below them on a terminal. Nothing once the stream is broken."""
 
     def __init__(self, stream: TextIO, progress: Progress) -> None:
         self._stream = stream
@@ -261,7 +250,6 @@ class Output:
         self._display: LiveDisplay | None = None
 
     def start(self) -> None:
-        """Start the live rows, below the lines that were printed."""
         if self.live and not self._broken:
             self._display = LiveDisplay(self._stream)
             self._attempt(self._display.start)
@@ -272,8 +260,6 @@ class Output:
         text = plain(text)
         if self._has_times:
             text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}"
-        if self._terminal:
-            text = _wrapped(text, terminal_width(self._stream))
         encoding = self._stream.encoding or "utf-8"
         text = text.encode(encoding, "replace").decode(encoding)
         display = self._display
@@ -288,7 +274,6 @@ class Output:
         return display.seconds_between_drawings
 
     def stop(self) -> None:
-        """Remove the live rows."""
         if self._display is not None:
             self._attempt(self._display.stop)
             self._display = None
@@ -306,7 +291,6 @@ class Output:
 
 
 def run_info(facts: RunInfo) -> list[str]:
-    """Return the lines that are printed before the first step."""
     ranks, notes = formatting.counted(facts.ranks, "rank"), [_row("note", note) for note in facts.notes]
     if facts.again:
         return [f"{facts.recipe} again, on {ranks}", *notes]
@@ -331,25 +315,14 @@ def _row(name: str, text: str) -> str:
 
 
 def _shortest_path(folder: str) -> str:
-    """Return the path relative to the working directory, if that is shorter."""
     try:
         return min(os.path.relpath(folder), folder, key=len)
     except (OSError, ValueError):
         return folder
 
 
-def _wrapped(text: str, width: int) -> str:
-    """Return lines broken between words; what follows is indented below its row's text."""
-
-    def wrap(line: str) -> str:
-        indent = " " * (14 if line.startswith("  ") else 4)
-        return "\n".join(textwrap.wrap(line, width - 1, subsequent_indent=indent, replace_whitespace=False)) or line
-
-    return "\n".join(map(wrap, text.split("\n")))
-
-
 def _discard_buffer(stream: TextIO) -> None:
-    """Discard what a broken standard output still buffers: Python would fail at exit otherwise."""
+    """Discard what a broken standard output still buffers, which Python would fail on at exit."""
     if stream is not sys.__stdout__:
         return
     with contextlib.suppress(OSError, ValueError):

@@ -26,23 +26,20 @@ _VARIABLES = re.compile(
     r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GROUP_RANK|PYTHONHASHSEED|CUBLAS_WORKSPACE_CONFIG"
 )
 _GIT_SECONDS = 5.0
+_STATUS = ("status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=all")
 
 
 def describe(of_config: Collection[str] = ()) -> dict[str, Any]:
-    """Return versions, platform, CPU, GPUs, git state of the working directory, command line and relevant variables.
-
-    GPUs are listed only if torch has been imported already: importing it takes seconds.
+    """Return versions, platform, CPU, GPUs (if torch was imported), git state, command line and relevant variables.
 
     Args:
-        of_config: Names of the variables that `launch.environment` has set, as in `relevant_variables`.
+        of_config: Names of the variables that `launch.environment` has set, whose values may be secrets.
     """
     return {
+        **short_description(),
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "python": platform.python_version(),
         "executable": sys.executable,
-        "packages": dict(_versions()),
         "platform": platform.platform(),
-        "host": socket.gethostname(),
         "cpu": _cpu(),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -65,7 +62,7 @@ def short_description() -> dict[str, Any]:
 
 
 def relevant_variables(variables: Mapping[str, str], of_config: Collection[str] = ()) -> dict[str, str]:
-    """Return the variables that change how training runs, without secrets and without what the run's config hides."""
+    """Return the variables that change how training runs, without secrets."""
     hidden = [name for name in of_config if not is_harmless_variable(name)]
     return {
         name: HIDDEN if name in hidden or _sets_variables(name) else hidden_variable(name, value)
@@ -75,11 +72,7 @@ def relevant_variables(variables: Mapping[str, str], of_config: Collection[str] 
 
 
 def hide_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return a command line without secrets.
-
-    Hidden are the values of `--some.token VALUE`, `--some-key=VALUE` and `some.password=VALUE`, those of
-    `launch.environment`, and what looks like a secret anywhere.
-    """
+    """Return a command line without secrets: keys such as `--some.token VALUE` and `launch.environment`."""
     shown: list[str] = []
     flag = ""
     for argument in arguments:
@@ -95,7 +88,6 @@ def hide_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def _hidden_value(flag: str, value: str) -> str:
-    """Return the value unless it is secret, also key by key, as in `model.arguments={api_key: ...}`."""
     if _sets_variables(flag):
         return HIDDEN
     shown = hidden_setting(flag.rpartition(".")[2], value)
@@ -139,34 +131,10 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """Return commit, branch, and how many tracked files differ; None outside of a repository or without git.
-
-    A repository's own config can name programs that git runs: they are disabled, and where they can't be, files aren't
-    compared.
-    """
-    settings = _git_lines(folder, "config", "--show-scope", "--includes", "--name-only", "--list") or []
-    if any(re.match(r"(local|worktree)\tfilter\.", name) for name in settings):  # comparing files would run it
-        head, branch = (_git_lines(folder, "rev-parse", *words) for words in (("HEAD",), ("--abbrev-ref", "HEAD")))
-        return {"commit": head[0] if head else None, "branch": branch[0] if branch else None, "changed_files": None}
-    lines = _git_lines(
-        folder, "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=all"
-    )
-    if lines is None:
-        return None
-    headers = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# "))
-    commit = headers.get("branch.oid")
-    return {
-        "commit": None if commit == "(initial)" else commit,
-        "branch": headers.get("branch.head"),
-        "changed_files": sum(not line.startswith("# ") for line in lines),
-    }
-
-
-def _git_lines(folder: Path, *arguments: str) -> list[str] | None:
-    """Return the output of a git command that runs no program that the repository names; None if it fails."""
+    """Return commit, branch, and how many tracked files differ; None outside of a repository or without git."""
     try:
         result = subprocess.run(
-            ["git", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", *arguments],
+            ["git", "-c", "core.fsmonitor=false", *_STATUS],  # a program that the repository may name
             cwd=folder,
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
             stdin=subprocess.DEVNULL,
@@ -177,4 +145,11 @@ def _git_lines(folder: Path, *arguments: str) -> list[str] | None:
         )
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
-    return result.stdout.splitlines()
+    lines = result.stdout.splitlines()
+    headers = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# "))
+    commit = headers.get("branch.oid")
+    return {
+        "commit": None if commit == "(initial)" else commit,
+        "branch": headers.get("branch.head"),
+        "changed_files": sum(not line.startswith("# ") for line in lines),
+    }

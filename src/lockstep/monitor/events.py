@@ -1,9 +1,8 @@
 """metrics.jsonl, events.jsonl and summary.json: the run for programs.
 
-metrics.jsonl has updates, one JSON object a line, all with the same keys:
+metrics.jsonl has updates: the first, every `every`-th, each discarded one, each spike, and the last.
 
-    {"step": 10, "samples": 640, ..., "loss": 3.21, "grad_norm": 0.8, "lr": 0.001, ...}   the first, every `every`-th,
-                                                            each discarded update, each spike, and the last
+    {"step": 10, "samples": 640, ..., "loss": 3.21, "grad_norm": 0.8, "lr": 0.001, ...}
 
 events.jsonl has what happens between them:
 
@@ -16,7 +15,7 @@ events.jsonl has what happens between them:
     {"bad_numbers": "rolled back", "step": 8, "update": 12, "what": "loss nan, ...", "samples": [17, ...], ...}
     {"resumed": 10, "step": 10, "ranks": 2}                                                each attempt but the first
 
-summary.json, which is also the last line of `--json`, marks a finished run. A full disk costs lines, not the training.
+summary.json, which is also the last line of `--json`, marks a finished run.
 """
 
 from __future__ import annotations
@@ -52,10 +51,7 @@ _MANY = 20  # in a row: more than a new loss scale of fp16 needs
 
 
 class EventLog(ReportWriter):
-    """Writes metrics.jsonl, and events.jsonl and media/ beside it.
-
-    Rates are those since the line before, evaluations not counted.
-    """
+    """Writes metrics.jsonl, and events.jsonl and media/ beside it. Rates are since the line before."""
 
     def __init__(self, path: Path, every: int) -> None:
         self._every = every
@@ -161,11 +157,7 @@ def summarize(
     evaluations: Iterable[EvaluationReport],
     seconds: float,
 ) -> dict[str, Any]:
-    """Return the content of summary.json; what isn't finite is null.
-
-    `evaluation` has the last metrics of each set. `loss` is the last update's, `seconds` the wall clock
-    of the run over all its attempts, evaluations included.
-    """
+    """Return the content of summary.json; `seconds` is the wall clock over all attempts, with evaluations."""
     summary: dict[str, Any] = finite(
         {
             "run": facts.folder,
@@ -189,12 +181,7 @@ def metrics_by_set(evaluations: Iterable[EvaluationReport]) -> Mapping[str, Any]
 
 
 def passed_discards(discarded: Collection[int], last: int) -> set[int]:
-    """Return the discarded updates that a run has passed: all but many in a row up to the last one.
-
-    Args:
-        discarded: Their steps.
-        last: The step of the last update.
-    """
+    """Return the steps of discarded updates, without a long streak that ends at the last update."""
     steps, kept = {*discarded}, last
     while kept in steps:
         kept -= 1

@@ -1,26 +1,24 @@
 """The folder of a run.
 
-    runs/stdlib-lm-20261121-093000/
-    ├── config.yaml         the resolved config
-    ├── environment.json    the run's id, the machine, the versions, the state of the user's code
-    ├── metrics.jsonl       a line every `monitor.every` steps
-    ├── events.jsonl        evaluations, epochs, and what user code logged
-    ├── attempts.jsonl      a line an attempt: when and where it began, what its plan promised
-    ├── ranks.jsonl         a line every `monitor.meter_seconds`: each rank's times and memory
-    ├── live.json           what each rank does now; there while the run trains
-    ├── tensorboard/        curves
-    ├── media/              images and tables that user code logged
-    ├── trackers/           what trackers keep here: identifiers, files without a network
-    ├── profile/            traces of some updates (`profile.steps`, `lockstep profile`)
-    ├── logs/               what each rank printed, and how each has ended
-    ├── launch/             what a launcher, such as Slurm's, was given, and its output
-    ├── report.html         the run as one page
-    ├── summary.json        its result; there once the run is finished
-    ├── run.lock            the process that runs it; marks the folder as a run's
-    ├── checkpoints/        the saved states, see `lockstep.checkpoint`
-    └── earlier/1/          lines of an earlier attempt that this one has replaced
-
-The process that starts the run creates the folder (`RunFolder.create`), once; its ranks open it (`RunFolder.open`).
+runs/stdlib-lm-20261121-093000/
+├── config.yaml         the resolved config
+├── environment.json    the run's id, the machine, the versions, the state of the user's code
+├── metrics.jsonl       a line every `monitor.every` steps
+├── events.jsonl        evaluations, epochs, and what user code logged
+├── attempts.jsonl      a line an attempt: when and where it began, what its plan promised
+├── ranks.jsonl         a line every `monitor.meter_seconds`: each rank's times and memory
+├── live.json           what each rank does now; there while the run trains
+├── tensorboard/        curves
+├── media/              images and tables that user code logged
+├── trackers/           what trackers keep here: identifiers, files without a network
+├── profile/            traces of some updates (`profile.steps`, `lockstep profile`)
+├── logs/               what each rank printed, and how each has ended
+├── launch/             what a launcher, such as Slurm's, was given, and its output
+├── report.html         the run as one page
+├── summary.json        its result; there once the run is finished
+├── run.lock            the process that runs it; marks the folder as a run's
+├── checkpoints/        the saved states, see `lockstep.checkpoint`
+└── earlier/1/          lines of an earlier attempt that this one has replaced
 """
 
 from __future__ import annotations
@@ -44,6 +42,7 @@ from lockstep.core.jobs import JOB_FILES
 from lockstep.core.local_paths import local_path, target_of
 from lockstep.core.near_runs import did_you_mean_run
 from lockstep.monitor import history
+from lockstep.monitor.jsonl import read_object
 from lockstep.monitor.media import MEDIA
 
 CONFIG = "config.yaml"
@@ -66,11 +65,7 @@ _PAUSE_S = 0.05
 
 
 class RunFolder:
-    """A run's folder. Made by `create` or `open`.
-
-    Attributes:
-        path: absolute.
-    """
+    """A run's folder. Made by `create` or `open`."""
 
     def __init__(self, path: Path, lock: int | None = None) -> None:
         self.path = path
@@ -78,18 +73,17 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str] | None, recipe: str = "run", *, again: bool = False) -> RunFolder:
-        """Create the folder, or open that of a run that can be resumed, and lock it until `release`.
+        """Create the folder, or open one that can be resumed, and lock it until `release`.
 
         Args:
             path: None for runs/RECIPE-DATE-TIME, with -2, -3, ... behind it if that is taken.
-            recipe: name of the run: a word, or a file whose stem is taken.
-            again: whether a finished run may be resumed, or begun again.
+            recipe: Name of the run: a word, or the path of a config.
+            again: Whether a finished run may be resumed, or begun again.
 
         Raises:
-            ConfigError: the path is a file, or has bytes that aren't UTF-8.
-            RunFailed: the folder has other content, a finished run, or one that is running; or it can't be written.
+            ConfigError: The path is a file.
+            RunFailed: The folder has other content, a finished run, or one that is running; or it can't be written.
         """
-        _refuse_bytes(Path("runs") if path is None else local_path(path))
         folder = local_path(path) if path is not None else _new_default_folder(recipe)
         if folder.exists() and not folder.is_dir():
             raise ConfigError(Problem("", "run.folder", f"{folder} is a file; name a folder"))
@@ -128,7 +122,7 @@ class RunFolder:
         return cls(path, lock)
 
     def archive_attempt(self) -> None:
-        """Move what an earlier attempt has left to earlier/N, so that no curve is two runs'. Raises RunFailed."""
+        """Move what an earlier attempt left to earlier/N, so that no curve mixes two runs. Raises RunFailed."""
         with _run_failed_on_error("archive the content of", self.path):
             stay = (LOCK, EARLIER, LOGS, CHECKPOINTS, JOB_FILES)
             entries = [entry for entry in self.path.iterdir() if entry.name not in stay]
@@ -139,15 +133,10 @@ class RunFolder:
                     entry.rename(archive / entry.name)
             self.tensorboard.mkdir(exist_ok=True)
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, *, repeats_evaluations: bool = False) -> None:
         """Rewind the history to `step`, as `history.rewind` does; later lines move to earlier/N. Raises RunFailed."""
         with _run_failed_on_error("rewind the history in", self.path):
-            history.rewind(self.path, step, _next_archive(self.path))
-
-    def remove_evaluations(self, step: int) -> None:
-        """Move evaluations at `step`, with which the run resumes, to earlier/N. Raises RunFailed."""
-        with _run_failed_on_error("rewind the history in", self.path):
-            history.remove_evaluations(self.path, step, _next_archive(self.path))
+            history.rewind(self.path, step, _next_archive(self.path), repeats_evaluations=repeats_evaluations)
 
     @property
     def config(self) -> Path:
@@ -171,15 +160,14 @@ class RunFolder:
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
         """Write the name of the run and what `environment.describe` returns. Raises RunFailed."""
-        self._write(ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
+        self._write(ENVIRONMENT, environment)
 
     def write_attempts(self, text: str) -> None:
-        """Write attempts.jsonl, with the line of this attempt. Raises RunFailed."""
         self._write(ATTEMPTS, text)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json, which marks the run as finished. Raises RunFailed."""
-        self._write(SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+        self._write(SUMMARY, summary)
 
     def remove_unstarted(self) -> None:
         """Remove the folder of a run that was refused before it started."""
@@ -187,18 +175,18 @@ class RunFolder:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def taken(self) -> str:
-        """Return why the path no longer leads to the folder whose lock this process holds; empty: it does."""
+        """Return why the path no longer leads to the folder that this process locked; empty if it does."""
         if self._lock is None or is_same_file(self.path / LOCK, self._lock):
             return ""
         return f"{self.path} was deleted or moved, or belongs to another run now"
 
     def release(self) -> None:
-        """Release the lock."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
-    def _write(self, name: str, text: str) -> None:
+    def _write(self, name: str, content: str | Mapping[str, Any]) -> None:
+        text = content if isinstance(content, str) else json.dumps(content, indent=2, allow_nan=False) + "\n"
         with _run_failed_on_error("write", self.path / name):
             write_if_changed(self.path / name, text)
 
@@ -227,17 +215,14 @@ def read_summary(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 def recipe_of(path: str | os.PathLike[str]) -> str:
     """Return the name that the run in `path` started with; its folder's name if that can't be read."""
     folder = Path(path).absolute()
-    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        recipe = json.loads(read_bounded(folder / ENVIRONMENT, MAX_JSON_BYTES)).get("recipe")
-        return recipe if isinstance(recipe, str) else folder.name
-    return folder.name
+    recipe = read_object(folder / ENVIRONMENT).get("recipe")
+    return recipe if isinstance(recipe, str) else folder.name
 
 
 def refuse_escaping_links(run: Path) -> None:
-    """Raise ConfigError if anything in a run's folder leads out of it: a link, or what is neither file nor folder.
+    """Raise ConfigError if a link in a run's folder leads out of it, or something in it is neither file nor folder.
 
-    Such a link could get the files behind it read, overwritten or deleted. The run's folder itself may be a link.
-    Checkpoints are checked where they are read.
+    The files behind such a link could be read, overwritten or deleted. The run's folder itself may be a link.
     """
     root = run.resolve()
     with _run_failed_on_error("read", run):
@@ -254,19 +239,7 @@ def refuse_escaping_links(run: Path) -> None:
             raise ConfigError(f"{path} is neither a file nor a folder, and a run's folder has nothing else: remove it")
 
 
-def _refuse_bytes(path: Path) -> None:
-    """Raise ConfigError if a path isn't text: libraries that write weights would fail at the first save."""
-    with _run_failed_on_error("create the run folder", path):  # there may be no working directory
-        absolute = str(path.absolute())
-    try:
-        absolute.encode()
-    except UnicodeEncodeError:
-        why = f"{absolute!a} has bytes that aren't UTF-8; rename it, or name another folder"
-        raise ConfigError(Problem("", "run.folder", why)) from None
-
-
 def _new_default_folder(recipe: str) -> Path:
-    """Create runs/RECIPE-DATE-TIME; of two runs that start in the same second, one gets -2."""
     runs, name = Path("runs"), f"{Path(recipe).stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
     with _run_failed_on_error("create the run folder", (runs / name).absolute()):
         runs.mkdir(exist_ok=True)
@@ -285,7 +258,6 @@ def _next_archive(path: Path) -> Path:
 
 @contextlib.contextmanager
 def _run_failed_on_error(verb: str, path: Path) -> Iterator[None]:
-    """Turn OSError into RunFailed."""
     try:
         yield
     except OSError as error:
@@ -293,7 +265,7 @@ def _run_failed_on_error(verb: str, path: Path) -> Iterator[None]:
 
 
 def lock_holder(path: str | os.PathLike[str]) -> bytes | None:
-    """Return the content of the run's lock, which differs from run to run; None if it can't be read."""
+    """Return the content of the run's lock, which differs from start to start; None if it can't be read."""
     try:
         return read_bounded(Path(path) / LOCK, _MOST_LOCK)
     except OSError:
@@ -301,7 +273,7 @@ def lock_holder(path: str | os.PathLike[str]) -> bytes | None:
 
 
 def held_by(path: str | os.PathLike[str]) -> str | None:
-    """Return what the run's lock states if a process holds it; None if none does, or that can't be seen."""
+    """Return the content of the run's lock if a process of this host holds it; else None."""
     try:
         handle = os.open(Path(path) / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -318,25 +290,20 @@ def held_by(path: str | os.PathLike[str]) -> str | None:
 
 
 def holder_is_gone(path: str | os.PathLike[str]) -> bool:
-    """Return whether the process that took the lock was one of this host, and has ended."""
+    """Return whether the process that took the lock was on this host and has ended."""
     match = HOLDER.fullmatch((lock_holder(path) or b"").decode(errors="replace").strip())
     return match is not None and match[2] == socket.gethostname() and not Path("/proc", match[1]).exists()
 
 
 def open_lock(path: Path) -> tuple[int, str | None]:
-    """Open and take a run folder's lock; return its handle, and the holder if that is another process.
-
-    If that has ended, the processes that were forked from it are waited for, which end with it.
-
-    Raises OSError.
-    """
+    """Take a run folder's lock; return its handle, and the holder if that is another process. Raises OSError."""
     file = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     until = time.monotonic() + _FORKS_END_S
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if holder_is_gone(path) and time.monotonic() < until:
+            if holder_is_gone(path) and time.monotonic() < until:  # its forked ranks end soon
                 time.sleep(_PAUSE_S)
                 continue
             return file, os.pread(file, _MOST_LOCK, 0).decode(errors="replace").strip() or "another process"

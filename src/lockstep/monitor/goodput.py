@@ -3,15 +3,12 @@
 launched     began                 last sign   launched   began                             last sign
    |- startup -|- updates ... lost -|- downtime -|- startup -|- updates, evaluations, saves ---|
 
-attempts.jsonl has when each attempt was launched and began, metrics.jsonl the clock of the kept updates, events.jsonl
-evaluations and saves. An attempt's time that is no part of the clock of the kept updates is lost: its updates since the
-checkpoint that the next one resumed from are repeated. So are those of the last attempt since its newest checkpoint, if
-it has ended before the run was finished.
+Updates since the checkpoint that the next attempt resumed from are lost. So are those of the last attempt since its
+newest checkpoint, if the run isn't finished.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -23,18 +20,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.files import MAX_JSON_BYTES, opened_regular, read_bounded
+from lockstep.core.files import opened_regular
 from lockstep.monitor.attempts import (
     ENDS,
     Attempt,
     is_running,
-    last_record,
     last_sign,
-    number_or_nan,
     read_attempts,
 )
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import CHECKPOINTS, LOGS, METRICS, held_by, is_finished
+from lockstep.monitor.jsonl import as_number, last_record, parsed, read_object
 from lockstep.monitor.rank_meters import LIVE
 
 _SAVED = re.compile(r"step-(\d{8,15})")
@@ -45,14 +41,11 @@ class Goodput:
     """The wall time of a run by use, in seconds.
 
     Attributes:
-        wall: Since its first attempt was launched, until its last sign.
-        trained: In updates that were kept, and that no end of an attempt has taken back.
-        evaluations, saves: In which training waited for them.
-        discarded: In updates that were discarded.
+        wall: From the first launch to the last sign of life.
+        trained: In updates that were kept and saved.
+        evaluations, saves: That training waited for.
         lost: In updates that were repeated, or never saved, because an attempt had ended.
-        startup: Of all attempts, until their first updates.
-        downtime: Between attempts.
-        attempts: Their number.
+        startup, downtime: Until the first updates, and between attempts.
     """
 
     wall: float
@@ -67,11 +60,10 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """The share of the wall time that trained, in [0, 1]."""
         return min(1.0, self.trained / self.wall) if self.wall > 0 else math.nan
 
     def losses(self) -> dict[str, float]:
-        """Return the seconds of everything else, the most first; `other` is mostly the run's end."""
+        """Return the seconds of everything else, the largest first; `other` is mostly the run's end."""
         losses = {
             "evaluations": self.evaluations,
             "saves": self.saves,
@@ -86,13 +78,7 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class RestartCost:
-    """The seconds that a restart has cost.
-
-    Attributes:
-        lost: Of the attempt before it: updates that were made again, and what passed until its end was noticed.
-        downtime: Between the two attempts.
-        startup: Until the first update.
-    """
+    """The seconds that a restart cost: repeated updates, the time between attempts, and until the first update."""
 
     lost: float
     downtime: float
@@ -100,7 +86,6 @@ class RestartCost:
 
     @property
     def seconds(self) -> float:
-        """All of them."""
         return self.lost + self.downtime + self.startup
 
 
@@ -123,11 +108,11 @@ def goodput(run: Path) -> Goodput | None:
     """Return the goodput of a run, from its files; None if it isn't known. Never raises OSError."""
     attempts = read_attempts(run)
     last = last_record(run / METRICS)
-    clock = number_or_nan(last.get("seconds"))
+    clock = as_number(last.get("seconds"))
     if not attempts or not math.isfinite(clock):
         return None
     first, costs = attempts[0], restart_costs(attempts)
-    steps, discarded = number_or_nan(last.get("step")), number_or_nan(last.get("discarded"))
+    steps, discarded = as_number(last.get("step")), as_number(last.get("discarded"))
     kept_step, kept_clock = _kept(run, attempts[-1], steps, clock)
     evaluations, saves, on_clock = _interruptions(run, kept_step)
     lasting = max(0.0, kept_clock - first.seconds - on_clock)
@@ -146,12 +131,7 @@ def goodput(run: Path) -> Goodput | None:
 
 
 def _kept(run: Path, attempt: Attempt, step: float, clock: float) -> tuple[float, float]:
-    """Return step and clock of the last update that isn't lost: at the newest checkpoint of a run that has ended.
-
-    Args:
-        attempt: The last one.
-        step, clock: Of the last update that is recorded.
-    """
+    """Return step and clock of the last update that isn't lost, given the last attempt and the last recorded update."""
     if is_finished(run) or is_running(run):
         return step, clock
     saved = max((each for each in saved_steps(run) if each <= step), default=0)
@@ -162,10 +142,10 @@ def _kept(run: Path, attempt: Attempt, step: float, clock: float) -> tuple[float
 
 
 def saved_steps(run: Path) -> Iterator[int]:
-    """Yield the steps of checkpoints: those that the folder has, and those whose saves are recorded."""
+    """Yield the steps of checkpoints in the folder, and of recorded saves."""
     yield from _steps_in(run / CHECKPOINTS)
     for record in _events(run):
-        step = number_or_nan(record.get("step"))
+        step = as_number(record.get("step"))
         if "saved" in record and record.get("failure") is None and step >= 0:
             yield int(step)
 
@@ -176,28 +156,18 @@ def _steps_in(checkpoints: Path) -> Iterator[int]:
 
 
 def step_reached(run: Path) -> int:
-    """Return the last step that a run is known to have made, 0 for none.
-
-    Metrics have every tenth update or so, and a kill takes the last lines: a checkpoint, the place at which the last
-    attempt resumed, or live.json may be newer.
-    """
+    """Return the last step that a run is known to have made, by checkpoints, events, live.json and metrics; 0: none."""
     saved = [*_steps_in(run / CHECKPOINTS)] or [*saved_steps(run)]  # events may be long
     steps = [*saved, *(attempt.step for attempt in read_attempts(run)[-1:])]
-    with suppress(OSError, ValueError, RecursionError, AttributeError):
-        steps.append(_whole(json.loads(read_bounded(run / LIVE, MAX_JSON_BYTES)).get("step")))
-    return max((*steps, _whole(last_record(run / METRICS).get("step"))))
-
-
-def _whole(value: object) -> int:
-    step = number_or_nan(value)
-    return int(step) if step >= 0 else 0
+    steps += [int(as_number(record.get("step"), 0)) for record in (read_object(run / LIVE), last_record(run / METRICS))]
+    return max(0, *steps)
 
 
 def _end(run: Path) -> float:
     """Return when the run ended; now if it trains."""
     if held_by(run) is not None:
         return time.time()
-    times = [last_sign(run), number_or_nan(last_record(run / LOGS / ENDS).get("time"))]
+    times = [last_sign(run), as_number(last_record(run / LOGS / ENDS).get("time"))]
     return max(filter(math.isfinite, times), default=math.nan)
 
 
@@ -205,14 +175,14 @@ def _interruptions(run: Path, step: float) -> tuple[float, float, float]:
     """Return the seconds of evaluations, of waiting for saves, and of both before the update `step` had ended."""
     evaluations = saves = on_clock = 0.0
     for record in _events(run):
-        seconds = number_or_nan(record.get("seconds" if "evaluation" in record else "lost_seconds"))
+        seconds = as_number(record.get("seconds" if "evaluation" in record else "lost_seconds"))
         if not seconds > 0:
             continue
         if "evaluation" in record:
             evaluations += seconds
         else:
             saves += seconds
-        if number_or_nan(record.get("step")) < step:
+        if as_number(record.get("step")) < step:
             on_clock += seconds
     return evaluations, saves, on_clock
 
@@ -221,5 +191,4 @@ def _events(run: Path) -> Iterator[Mapping[str, Any]]:
     with suppress(OSError), opened_regular(run / EVENTS) as handle, os.fdopen(os.dup(handle), "rb") as lines:
         for text in lines:
             if text.startswith((b'{"evaluation"', b'{"saved"')):
-                with suppress(ValueError, RecursionError):
-                    yield json.loads(text)
+                yield parsed(text) or {}

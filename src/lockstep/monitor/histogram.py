@@ -1,7 +1,4 @@
-"""Histograms in bins that are the same on every rank, so that counts can be summed without a message before.
-
-tensor --> HistogramCounts, on its device --read--> Histogram, which can be pickled --merge_histograms--> Histogram
-"""
+"""Histograms in bins that are the same on every rank: counts can be summed without a message before."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# Bins that are the same on every rank, so that counts can be summed without a message before: eight a decade of
-# magnitude from 1e-12 to 1e12, both signs. Bin i holds EDGES[i-1] < x <= EDGES[i]; the first and last are open.
+# Eight a decade of magnitude from 1e-12 to 1e12, both signs. Bin i holds EDGES[i-1] < x <= EDGES[i]; the first and last
+# are open.
 _MAGNITUDES = tuple(10 ** (power / 8) for power in range(-96, 97))
 EDGES: tuple[float, ...] = (*(-edge for edge in reversed(_MAGNITUDES)), 0.0, *_MAGNITUDES)
 _PIECE = 1 << 20  # elements that are counted at once
@@ -25,22 +22,12 @@ _PIECE = 1 << 20  # elements that are counted at once
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Counts of values in fixed bins.
-
-    Attributes:
-        counts: by bin of `EDGES`, empty bins left out.
-        low: smallest finite value; NaN if there is none.
-        high: largest finite value; NaN if there is none.
-        total: sum of the finite values.
-        squares: sum of their squares.
-        not_finite: number of NaNs and infinities.
-    """
+    """Counts of values by bin of `EDGES`, without empty bins; range (NaN: none) and sum of the finite values."""
 
     counts: Mapping[int, int]
     low: float
     high: float
     total: float
-    squares: float
     not_finite: int = 0
 
     @property
@@ -68,19 +55,13 @@ def merge_histograms(parts: Sequence[Histogram]) -> Histogram:
         min((part.low for part in known), default=math.nan),
         max((part.high for part in known), default=math.nan),
         sum(part.total for part in parts),
-        sum(part.squares for part in parts),
         sum(part.not_finite for part in parts),
     )
 
 
 @dataclass(slots=True)
 class HistogramCounts:
-    """A histogram on its device, not read yet.
-
-    Attributes:
-        counts: [len(EDGES) + 2] int64, the last for what isn't finite.
-        moments: [4]: low, high, sum, sum of squares; float64 on a CPU, float32 elsewhere.
-    """
+    """A histogram on its device: counts, the last of what isn't finite; low, high and sum (float64 on a CPU)."""
 
     counts: torch.Tensor
     moments: torch.Tensor
@@ -107,25 +88,24 @@ class HistogramCounts:
         counts = torch.zeros(len(EDGES) + 2, dtype=torch.int64, device=flat.device)
         counts.index_add_(0, bins, torch.ones_like(bins))
         if not flat.numel():
-            return cls(counts, flat.new_tensor([math.inf, -math.inf, 0.0, 0.0]))
+            return cls(counts, flat.new_tensor([math.inf, -math.inf, 0.0]))
         low, high = torch.where(finite, flat, math.inf).amin(), torch.where(finite, flat, -math.inf).amax()
-        known = torch.where(finite, flat, 0.0)
-        return cls(counts, torch.stack([low, high, known.sum(), known.square().sum()]))
+        return cls(counts, torch.stack([low, high, torch.where(finite, flat, 0.0).sum()]))
 
     def plus(self, other: HistogramCounts) -> HistogramCounts:
         import torch
 
         counts, moments = other.counts.to(self.counts.device), other.moments.to(self.moments.device)
         low, high = torch.minimum(self.moments[0], moments[0]), torch.maximum(self.moments[1], moments[1])
-        return HistogramCounts(self.counts + counts, torch.stack([low, high, *(self.moments[2:] + moments[2:])]))
+        return HistogramCounts(self.counts + counts, torch.stack([low, high, self.moments[2] + moments[2]]))
 
     def read(self) -> Histogram:
         *counts, not_finite = self.counts.tolist()
-        low, high, total, squares = self.moments.tolist()
+        low, high, total = self.moments.tolist()
         known = {index: count for index, count in enumerate(counts) if count}
         if not known:
             low = high = math.nan
-        return Histogram(known, low, high, total, squares, not_finite)
+        return Histogram(known, low, high, total, not_finite)
 
 
 @cache

@@ -1,35 +1,33 @@
-"""The history of a run over all its attempts, rewound to the checkpoint that an attempt resumes from.
-
-metrics.jsonl    ... step 470 | step 480 | step 490 | step 500      killed; the newest checkpoint is of step 480
-                 --------- stays --------|--- earlier/1/metrics.jsonl
-"""
+"""The files of a run's history: flushed with each save, and rewound to the checkpoint that an attempt resumes from."""
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lockstep.core.files import write_atomically
-from lockstep.monitor.jsonl import LineFile
+from lockstep.monitor.jsonl import LineFile, as_number, parsed
 from lockstep.monitor.media import MEDIA, rewind_media
 
 _log = logging.getLogger("lockstep.monitor")
-_EVENTS = "events.jsonl"
-_LINE_FILES = ("metrics.jsonl", _EVENTS, "ranks.jsonl")
+_LINE_FILES = ("metrics.jsonl", "events.jsonl", "ranks.jsonl")
 _EVALUATION = b'{"evaluation":'
 _FLUSH_S = 20.0  # a save's thread waits for the writers' threads
 
 
-def rewind(run: Path, step: int, archive: Path) -> None:
+def rewind(run: Path, step: int, archive: Path, *, repeats_evaluations: bool = False) -> None:
     """Move what a run's metrics and events have after `step` to `archive`. Raises OSError.
 
-    TensorBoard itself drops what it has of later steps, see `monitor.tensorboard`.
+    TensorBoard itself drops later steps, see `monitor.tensorboard`.
+
+    Args:
+        repeats_evaluations: Move evaluations at `step`, too: a rank failed in one, and the run repeats it.
     """
     for name in _LINE_FILES:
-        _rewind_file(run / name, archive / name, _step_of_line, step)
+        _rewind_file(run / name, archive / name, step, _EVALUATION if repeats_evaluations else None)
     rewind_media(run / MEDIA, archive / MEDIA, step)
     summary = run / "summary.json"  # of a run that was finished, and is continued
     if summary.exists():
@@ -37,25 +35,8 @@ def rewind(run: Path, step: int, archive: Path) -> None:
         summary.rename(archive / summary.name)
 
 
-def remove_evaluations(run: Path, step: int, archive: Path) -> None:
-    """Move evaluations at `step` from events.jsonl to `archive`: the run that resumes there repeats them.
-
-    A rank may have failed in an evaluation that the first one had finished. Raises OSError.
-    """
-
-    def step_of_other_line(line: bytes) -> float | None:
-        at = _step_of_line(line)
-        return None if at == step and line.startswith(_EVALUATION) else at
-
-    _rewind_file(run / _EVENTS, archive / _EVENTS, step_of_other_line, step)
-
-
 class HistoryFiles:
-    """The files that a run appends to while it trains: metrics.jsonl, events.jsonl, ranks.jsonl, TensorBoard's.
-
-    Args:
-        drains: Wait, a number of seconds at most, until threads have written what they were shown.
-    """
+    """The files that a run appends to while it trains; `drains` wait at most some seconds for the writers' threads."""
 
     def __init__(self, files: Sequence[LineFile] = (), drains: Sequence[Callable[[float], object]] = ()) -> None:
         self._files = files
@@ -63,7 +44,7 @@ class HistoryFiles:
         self._warned = False
 
     def flush(self) -> None:
-        """Flush all files to the disk, in any thread. A disk that fails is reported once."""
+        """Flush all files to the disk, in any thread. A disk that fails is a warning, once."""
         until = time.monotonic() + _FLUSH_S
         for drain in self._drains:  # a disk that hangs may leave files shorter, but valid
             drain(max(0.0, until - time.monotonic()))
@@ -76,30 +57,21 @@ class HistoryFiles:
                     _log.warning("can't flush %s: %s; a power failure may take its last lines", file.path, error)
 
     def close(self) -> None:
-        """Close all files."""
         for file in self._files:
             file.close()
 
 
-def _rewind_file(file: Path, archive: Path, step_of_line: Callable[[bytes], float | None], step: int) -> None:
-    """Move the lines after `step`, and those without a step, to `archive`."""
+def _rewind_file(file: Path, archive: Path, step: int, repeated: bytes | None) -> None:
+    """Move the lines after `step`, those without a step, and those at `step` that begin with `repeated`."""
     if not file.exists():
         return
     kept, removed = list[bytes](), list[bytes]()
     for entry in file.read_bytes().splitlines(keepends=True):
-        before = step_of_line(entry)
-        (removed if before is None or before > step else kept).append(entry)
+        at = as_number((parsed(entry) or {}).get("step")) if entry.endswith(b"\n") else math.nan
+        stays = at < step or (at == step and (repeated is None or not entry.startswith(repeated)))
+        (kept if stays else removed).append(entry)
     if not removed:
         return
     archive.parent.mkdir(parents=True, exist_ok=True)
     archive.write_bytes(b"".join(removed))
     write_atomically(file, b"".join(kept))
-
-
-def _step_of_line(line: bytes) -> float | None:
-    """Return the step of a line; None if it has none, or a kill has truncated it."""
-    try:
-        step = json.loads(line)["step"] if line.endswith(b"\n") else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return step if isinstance(step, int | float) else None

@@ -1,7 +1,4 @@
-"""Valid JSON whatever the numbers, and lines that are written completely or not at all.
-
-{"loss": NaN}  ->  {"loss": null, "not_finite": {"loss": "nan"}}
-"""
+"""JSON files of a run: lines are written completely or not at all, and what is missing or damaged reads as empty."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.files import append_to, flush
+from lockstep.core.files import MAX_JSON_BYTES, append_to, flush, opened_regular, read_bounded
 
 _log = logging.getLogger("lockstep.monitor")
 _strict = json.JSONEncoder(allow_nan=False, ensure_ascii=False).encode
 
 
 def line(record: Mapping[str, Any]) -> bytes:
-    """Return one line of JSON. What isn't finite becomes null, and `not_finite` names it."""
+    """Return one line of JSON. What isn't finite becomes null, and `not_finite` lists it."""
     try:
         text = _strict(record)
     except ValueError:
@@ -48,12 +45,55 @@ def _not_finite(path: str, value: Any) -> list[tuple[str, str]]:
     return [entry for name, part in parts for entry in _not_finite(f"{path}.{name}" if path else str(name), part)]
 
 
-class LineFile:
-    """A file that lines are appended to, one write each, nothing buffered.
+def as_number(value: object, otherwise: float = math.nan) -> float:
+    """Return a finite number as a float; `otherwise` for anything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if is_number and isinstance(value, int | float) else otherwise
 
-    A line that doesn't fit (a full disk) is removed to its first byte, so the file stays valid to its end. The first
-    one is a warning, and `close` warns with their number.
-    """
+
+def parsed(text: bytes) -> dict[str, Any] | None:
+    """Return a JSON object; None if the text is none."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Return a file's JSON object; empty if it has none."""
+    try:
+        return (None if file.is_symlink() else parsed(read_bounded(file, MAX_JSON_BYTES))) or {}
+    except OSError:
+        return {}
+
+
+def read_tail(file: Path, size: int) -> list[dict[str, Any]]:
+    """Return the JSON objects in the last `size` bytes of a file of lines."""
+    return [record for text in _last_lines(file, size) if (record := parsed(text)) is not None]
+
+
+def last_record(file: Path) -> dict[str, Any]:
+    """Return the last whole line of a file of JSON objects; empty if there is none."""
+    for size in (1 << 15, 1 << 22):  # a line of 1,024 ranks has 100 KB
+        for text in reversed(_last_lines(file, size)):
+            if (record := parsed(text)) is not None:
+                return record
+    return {}
+
+
+def _last_lines(file: Path, size: int) -> list[bytes]:
+    try:
+        with opened_regular(file) as handle:
+            begin = max(0, os.fstat(handle).st_size - size)
+            lines = os.pread(handle, size, begin).split(b"\n")
+    except OSError:
+        return []
+    return lines[1:] if begin else lines
+
+
+class LineFile:
+    """A file that lines are appended to, unbuffered. A line that a full disk cuts is removed again, with a warning."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

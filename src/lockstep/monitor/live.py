@@ -1,10 +1,7 @@
 """Two rows at the bottom of a terminal that follow the run; everything else scrolls above them.
 
-    120/300 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ 40 %  0:14 left
-    loss 2.345  24.5k tokens/s  12.3 steps/s  MFU 41.0 %  grad norm 0.82  lr 9.8e-04
-
-They are drawn by the thread that prints, when a report comes, and so seldom that drawing takes at most 0.3 % of the
-time.
+120/300 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━ 40 %  0:14 left
+loss 2.345  24.5k tokens/s  12.3 steps/s  MFU 41.0 %  grad norm 0.82  lr 9.8e-04
 """
 
 from __future__ import annotations
@@ -20,8 +17,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 from lockstep.core.terminal import plain_line
 
 if TYPE_CHECKING:
-    from rich.live import Live
-    from rich.text import Text
+    from rich.console import Group, RenderableType
 
 _SHARE_OF_TIME = 0.003
 _SECONDS_BETWEEN_DRAWINGS = 0.1
@@ -32,46 +28,35 @@ _NARROWEST = 20
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The contents of the rows.
-
-    Attributes:
-        step: done; `steps` to do, None if that isn't known.
-        left: the remaining time, such as `0:14 left`; empty if it isn't known.
-        parts: everything else, the important first; those that don't fit are left out.
-    """
+    """The contents of the rows: steps to do (None: unknown), remaining time, and other parts, the important first."""
 
     step: int
     steps: int | None
     left: str
     parts: tuple[str, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows as drawn, each at most as wide as the terminal."""
-
-    head: str
-    bar_done: str
-    bar_left: str
-    tail: str
-    parts: str
+    def fitting(self, width: int) -> str:
+        """Return the parts that fit in a row."""
+        text = ""
+        for part in self.parts:
+            longer = f"{text}  {part}" if text else part
+            text = longer if len(longer) <= width else text
+        return text
 
 
-def rows(status: Status, width: int, signs: str = "━━") -> Rows:
-    """Fit a status into `width` columns. `signs` are the bar's: done, left."""
-    width -= 1  # a terminal may wrap after its last column
-    left = f"  {status.left}" if status.left else ""
-    if status.steps is None:
-        head, tail, bar = f"step {status.step:,}", left, 0
-    else:
-        head, tail = f"{status.step:,}/{status.steps:,} ", f" {100 * status.step // status.steps} %{left}"
-        bar = max(0, width - len(head) - len(tail))
-    done = round(bar * status.step / status.steps) if status.steps else 0
-    text = ""
-    for part in status.parts:
-        longer = f"{text}  {part}" if text else part
-        text = longer if len(longer) <= width else text
-    return Rows(head, signs[0] * done, signs[1] * (bar - done), tail, text)
+def progress_row(step: int, steps: int | None, left: str) -> RenderableType:
+    """Return a row with a bar: steps done and to do, percent, time left; without a bar if `steps` is unknown."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    if not steps:
+        return Text(f"step {step:,}  {left}".rstrip(), no_wrap=True)
+    columns = [Column(no_wrap=name != "bar") for name in ("steps", "bar", "percent", "left")]
+    row = Table.grid(*columns, padding=(0, 1, 0, 0), pad_edge=False)
+    bar = ProgressBar(steps, step, complete_style="green", finished_style="green")
+    row.add_row(Text(f"{step:,}/{steps:,}", "bold"), bar, f"{100 * step // steps} %", Text(f" {left}"))
+    return row
 
 
 def terminal_width(stream: TextIO) -> int:
@@ -85,11 +70,8 @@ def terminal_width(stream: TextIO) -> int:
 class LiveDisplay:
     """Two rows on a terminal, drawn with rich.
 
-    The rows are drawn on the terminal itself. Text printed meanwhile, by user code too, goes to the original streams,
-    above the rows: where a stream also writes a log, the log has the text and none of the drawings.
-
-    Attributes:
-        seconds_between_drawings: how long the next drawing should wait.
+    They are drawn on the terminal itself. What is printed meanwhile, also by user code, goes to the original streams,
+    above the rows: a stream that also writes a log (`launch.streams`) gets the text and none of the drawings.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -108,15 +90,11 @@ class LiveDisplay:
             is_standard_output = False
         terminal = sys.__stdout__ if is_standard_output else stream
         self._terminal = Terminal(file=terminal, force_terminal=True, highlight=False)
-        self._signs = "━━" if "utf" in self._terminal.encoding else "=-"
-        self._live: Live = Live(
-            console=self._terminal,
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
+        self._live = Live(
+            console=self._terminal, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
         )
         self._started = False
+        self._streams = sys.stdout, sys.stderr
         self.seconds_between_drawings = _SECONDS_BETWEEN_DRAWINGS
         self._status: Status | None = None
         self._above: list[AboveRows] = []
@@ -126,7 +104,8 @@ class LiveDisplay:
         self._live.start()
         self._started = True  # rich can't stop what failed on the way here
         self._terminal.show_cursor(True)  # a process that is killed can't bring it back
-        self._above = [AboveRows(self, sys.stdout), AboveRows(self, sys.stderr)]
+        self._streams = sys.stdout, sys.stderr
+        self._above = [AboveRows(self, stream) for stream in self._streams]
         sys.stdout, sys.stderr = (cast("TextIO", stream) for stream in self._above)
 
     def show(self, status: Status) -> None:
@@ -156,36 +135,26 @@ class LiveDisplay:
             return
         with self._lock:
             self._status = None
-            for above in self._above:
-                above.restore()
+            sys.stdout, sys.stderr = self._streams
             self._live.stop()
             for above in self._above:
                 above.finish()
 
-    def _draw(self, status: Status) -> Text:
+    def _draw(self, status: Status) -> Group:
+        from rich.console import Group
         from rich.text import Text
 
-        width = terminal_width(self._stream)
-        self._terminal.width = width  # rich would ask standard input
-        drawn = rows(status, width, self._signs)
-        return Text.assemble(
-            (plain_line(drawn.head), "bold"),
-            (drawn.bar_done, "green"),
-            (drawn.bar_left, "bright_black"),
-            plain_line(drawn.tail),
-            "\n",
-            plain_line(drawn.parts).encode(self._terminal.encoding, "replace").decode(self._terminal.encoding),
-            no_wrap=True,
-            overflow="crop",
+        self._terminal.width = terminal_width(self._stream) - 1  # rich would ask standard input; the last one may wrap
+        parts = plain_line(status.fitting(self._terminal.width))
+        encoding = self._terminal.encoding
+        return Group(
+            progress_row(status.step, status.steps, status.left),
+            Text(parts.encode(encoding, "replace").decode(encoding), no_wrap=True, overflow="crop"),
         )
 
 
 class AboveRows:
-    """A standard stream while there are rows below what is printed.
-
-    Args:
-        stream: the original one.
-    """
+    """A standard stream while there are rows below what is printed."""
 
     def __init__(self, display: LiveDisplay, stream: TextIO) -> None:
         self._display = display
@@ -210,13 +179,6 @@ class AboveRows:
         """Print the incomplete line."""
         self._stream.write(self._incomplete)
         self._incomplete = ""
-
-    def restore(self) -> None:
-        """Put the original stream in its place again."""
-        if sys.stdout is cast("object", self):
-            sys.stdout = self._stream
-        if sys.stderr is cast("object", self):
-            sys.stderr = self._stream
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)  # isatty, fileno, encoding, buffer, ...

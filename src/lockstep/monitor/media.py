@@ -1,11 +1,4 @@
-"""The images and tables of user code: what `lockstep.log.image` and `lockstep.log.table` accept, and their files.
-
-image    [height, width] or [1, 3 or 4, height, width]; uint8, or floats from 0 to 1
-table    names of columns, and rows of strings, numbers, bools and None
-
-RUN/media/attention-00000100.png      an image of step 100
-RUN/media/errors-00000100.json        a table: {"columns": [...], "rows": [[...]], "left_out": 0}
-"""
+"""The images and tables of user code, and their files, such as RUN/media/attention-00000100.png of step 100."""
 
 from __future__ import annotations
 
@@ -14,7 +7,7 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,95 +27,56 @@ MOST_BYTES = 2**30
 _FILE = re.compile(r".+-(\d{8,})\.(png|json)")
 
 
-class DeviceImage:
-    """An image whose pixels are on their device still, as uint8 [height, width, channels].
+def pixels_of(name: str, value: object) -> Tensor:
+    """Return a copy of an image on its device, as uint8 [height, width, channels]. Raises TypeError, ValueError."""
+    import torch
 
-    Args:
-        clamped: Whether pixels were outside of the range, on the device; None: all were bytes.
-    """
+    tensor = torch.as_tensor(value).detach()
+    if tensor.dtype is not torch.uint8 and not tensor.is_floating_point():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise TypeError(
+            f"log.image({name!r}): pixels are uint8 from 0 to 255 or floats from 0 to 1, got {kind}; convert them"
+        )
+    planes = tensor.unsqueeze(0) if tensor.ndim == 2 else tensor
+    if planes.ndim != 3 or planes.shape[0] not in (1, 3, 4) or not planes.numel():
+        raise ValueError(
+            f"log.image({name!r}): expected [height, width] or [1, 3 or 4 channels, height, width], got a tensor "
+            f"of shape {list(tensor.shape)}"
+        )
+    _, height, width = planes.shape
+    if height * width > MOST_PIXELS:
+        raise ValueError(f"log.image({name!r}): {width} x {height} is more than {MOST_PIXELS:,} pixels; shrink it")
+    if planes.dtype is not torch.uint8:
+        planes = (planes.float().nan_to_num(0.0).clamp(0.0, 1.0) * 255).round().to(torch.uint8)
+    return planes.permute(1, 2, 0).contiguous().clone()
 
-    def __init__(self, pixels: Tensor, clamped: Tensor | None = None) -> None:
-        self._pixels = pixels
-        self._clamped = clamped
 
-    @property
-    def is_clamped(self) -> bool:
-        """True if pixels were outside of the range; waits for a device."""
-        return self._clamped is not None and bool(self._clamped)
-
-    @classmethod
-    def of(cls, name: str, value: object) -> DeviceImage:
-        """Copy an image's pixels, so that later changes don't show.
-
-        Raises:
-            TypeError: It is no tensor or array, or its elements are neither floats nor uint8.
-            ValueError: It has another shape, or too many pixels.
-        """
-        import torch
-
-        try:
-            tensor = torch.as_tensor(value).detach()
-        except (TypeError, ValueError, RuntimeError):
-            given = f"{type(value).__name__} ({str(value)[:40]!r})"
-            raise TypeError(f"log.image({name!r}): expected a tensor of pixels, got {given}") from None
-        if tensor.dtype is not torch.uint8 and not tensor.is_floating_point():
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise TypeError(
-                f"log.image({name!r}): pixels are uint8 from 0 to 255 or floats from 0 to 1, got {kind}; convert them"
-            )
-        planes = tensor.unsqueeze(0) if tensor.ndim == 2 else tensor
-        if planes.ndim != 3 or planes.shape[0] not in (1, 3, 4) or not planes.numel():
-            hint = "; log one image of a batch" if tensor.ndim == 4 else ""
-            if tensor.ndim == 3 and tensor.shape[2] in (1, 3, 4):
-                hint = "; channels come first: .permute(2, 0, 1)"
-            raise ValueError(
-                f"log.image({name!r}): expected [height, width] or [1, 3 or 4 channels, height, width], got a tensor "
-                f"of shape {list(tensor.shape)}{hint}"
-            )
-        _, height, width = planes.shape
-        if height * width > MOST_PIXELS:
-            raise ValueError(f"log.image({name!r}): {width} x {height} is more than {MOST_PIXELS:,} pixels; shrink it")
-        clamped: Tensor | None = None
-        if planes.dtype is not torch.uint8:
-            clamped = ((planes >= 0) & (planes <= 1)).all().logical_not()
-            planes = (planes.float().nan_to_num(0.0).clamp(0.0, 1.0) * 255).round().to(torch.uint8)
-        return cls(planes.permute(1, 2, 0).contiguous().clone(), clamped)
-
-    def read(self) -> LoggedImage:
-        """Return the image; waits for a device."""
-        height, width, channels = self._pixels.shape
-        return LoggedImage(width, height, channels, self._pixels.cpu().numpy().tobytes())
+def read_image(pixels: Tensor) -> LoggedImage:
+    """Return the image; waits for a device."""
+    height, width, channels = pixels.shape
+    return LoggedImage(width, height, channels, pixels.cpu().numpy().tobytes())
 
 
 def table_of(name: str, columns: object, rows: object) -> LoggedTable:
-    """Return a table, cut to 1,000 rows.
-
-    Raises:
-        TypeError: Columns or rows are no lists, or a cell is neither a string, a number, a bool nor None.
-        ValueError: There is no column, there are more than 100, or a row has another number of cells.
-    """
+    """Return a table, cut to 1,000 rows. Raises TypeError, ValueError."""
     wanted = f"log.table({name!r}, columns, rows)"
-    if isinstance(columns, str) or not isinstance(columns, Iterable):
-        raise TypeError(f"{wanted}: columns must be a list of names, not {type(columns).__name__}")
-    names = tuple(str(column) for column in columns)
+    names = tuple(map(str, _list(f"{wanted}: columns", columns)))
     if not 0 < len(names) <= _MOST_COLUMNS:
         raise ValueError(f"{wanted}: {len(names)} columns; a table has 1 to {_MOST_COLUMNS}")
-    if isinstance(rows, str) or not isinstance(rows, Iterable):
-        raise TypeError(f"{wanted}: rows must be a list of rows, not {type(rows).__name__}")
-    every: list[Any] = list(rows)
-    kept = tuple(_row(wanted, number, row, names) for number, row in enumerate(every[:MOST_ROWS]))
-    return LoggedTable(names, kept, len(every) - len(kept))
+    every = _list(f"{wanted}: rows", rows)
+    kept = []
+    for number, row in enumerate(every[:MOST_ROWS]):
+        cells = _list(f"{wanted}: row {number}", row)
+        if len(cells) != len(names):
+            raise ValueError(f"{wanted}: row {number} has {len(cells)} cells, but there are {len(names)} columns")
+        kept.append(tuple(_cell(f"{wanted}: row {number}", cell) for cell in cells))
+    return LoggedTable(names, tuple(kept), len(every) - len(kept))
 
 
-def _row(wanted: str, number: int, row: object, columns: Sequence[str]) -> tuple[Cell, ...]:
-    if isinstance(row, str) or not isinstance(row, Iterable):
-        raise TypeError(f"{wanted}: row {number} must be a list of cells, not {type(row).__name__}")
-    cells = list(row)
-    if len(cells) != len(columns):
-        raise ValueError(f"{wanted}: row {number} has {len(cells)} cells, but there are {len(columns)} columns")
-    return tuple(
-        _cell(f"{wanted}: row {number}, column {column!r}", cell) for column, cell in zip(columns, cells, strict=True)
-    )
+def _list(what: str, value: object) -> list[Any]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{what} must be a list, not {type(value).__name__}")
+    return list(value)
 
 
 def _cell(where: str, value: Any) -> Cell:
@@ -148,7 +102,7 @@ class MediaFolder:
         self._warned = False
 
     def write(self, step: int, media: Mapping[str, LoggedImage | LoggedTable]) -> dict[str, dict[str, Any]]:
-        """Return what events.jsonl has of each: its file, relative to the run's folder, and its size."""
+        """Write the files; return for each its path relative to the run's folder, and its size."""
         records = {}
         for name, value in media.items():
             suffix, data = (".png", value.png()) if isinstance(value, LoggedImage) else (".json", _table(value))

@@ -1,22 +1,17 @@
-"""The metric log: what a user's objective or loop logs, kept on its rank until it is written.
+"""The metric log: what user code logs, kept on its rank until it is written.
 
     from lockstep import log
 
     log.mean("accuracy", right.sum(), right.numel())     sum and weight: summed over micro-batches and ranks
     log.scalar("temperature", t)                         the last value; mean over ranks
     log.histogram("logits", logits)                      counts in fixed bins; summed over micro-batches and ranks
-    log.text("sample", "def ...")                        the last text; of the first rank that logged one
-    log.image("attention", pixels)                       the last image, likewise
-    log.table("errors", ["text", "label"], rows)         the last table, likewise
-
-    on every rank   MetricLog.drain() -> LogEntries  --gather-->  merge([...]) -> Logged   -> the monitors
+    log.text, log.image, log.table                       the last one; of the first rank that logged one
 
 Outside of a run nothing is kept. Values are detached at once; a GPU's tensors are read when the log is drained.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.monitor.histogram import Histogram, HistogramCounts, merge_histograms
-from lockstep.monitor.media import DeviceImage, table_of
+from lockstep.monitor.media import pixels_of, read_image, table_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,26 +42,20 @@ _OWN_GROUPS = ("evaluation", "time")
 
 
 def refuse_own_name(kind: str, name: str) -> None:
-    """Raise ValueError for a name that the run itself writes, or that is empty; the message has one that isn't."""
+    """Raise ValueError for an empty name, or one that the run itself writes."""
     group, _, rest = name.partition("/")
     if not name.strip():
         raise ValueError(f"log.{kind}({name!r}): the name is empty; give it one, such as 'accuracy'")
     if name in _OWN or (rest and group in _OWN_GROUPS):
-        other = f"own_{name}" if not rest else f"{group}/own_{rest}" if group not in _OWN_GROUPS else f"own_{name}"
-        raise ValueError(f"log.{kind}({name!r}): the run itself writes {name}; give it another name, such as {other!r}")
+        raise ValueError(f"log.{kind}({name!r}): the run itself writes {name}; give it another name, such as 'own_...'")
 
 
 LONGEST_TEXT = 65536
-_log = logging.getLogger("lockstep.monitor")
 
 
 @dataclass(frozen=True, slots=True)
 class LogEntries:
-    """Values that one rank logged since the last drain: plain numbers, which can be pickled.
-
-    Attributes:
-        media: images and tables; None: left out, since another rank's counts.
-    """
+    """Values that one rank logged since the last drain, as plain numbers; of `media` that isn't sent, None."""
 
     scalars: Mapping[str, float] = field(default_factory=dict)
     means: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -80,11 +69,7 @@ class LogEntries:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """Values that all ranks logged, merged.
-
-    Attributes:
-        media: images and tables.
-    """
+    """Values that all ranks logged, merged."""
 
     values: Mapping[str, float] = field(default_factory=dict)
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
@@ -103,12 +88,9 @@ class Logged:
         return {name: value for name, value in self.media.items() if isinstance(value, LoggedTable)}
 
     def numbers(self) -> dict[str, float]:
-        """Return the values, and how many elements of a histogram aren't finite, where there are any."""
-        parts = self.histograms.items()
-        return {
-            **self.values,
-            **{f"{name}/not_finite": float(part.not_finite) for name, part in parts if part.not_finite},
-        }
+        """Return the values, and how many elements of each histogram aren't finite."""
+        not_finite = {f"{name}/not_finite": float(part.not_finite) for name, part in self.histograms.items()}
+        return {**self.values, **{name: number for name, number in not_finite.items() if number}}
 
 
 class MetricLog:
@@ -117,7 +99,6 @@ class MetricLog:
     def __init__(self) -> None:
         self._kinds: dict[str, str] = {}
         self._entries: dict[str, Any] = {}  # of their kinds, on their devices
-        self._clamped: set[str] = set()  # names of images of which that was stated
 
     @property
     def empty(self) -> bool:
@@ -138,27 +119,27 @@ class MetricLog:
     def text(self, name: str, text: object) -> None:
         self._claim(name, "text")
         if not isinstance(text, str):
-            raise _wrong_type("text", name, text, "a str", "; log.scalar takes numbers")
+            raise TypeError(f"log.text({name!r}): expected a str, got {type(text).__name__}; log.scalar takes numbers")
         self._entries[name] = text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
 
     def image(self, name: str, pixels: object) -> None:
         self._claim(name, "image")
-        self._entries[name] = DeviceImage.of(name, pixels)
+        self._entries[name] = pixels_of(name, pixels)
 
     def table(self, name: str, columns: object, rows: object) -> None:
         self._claim(name, "table")
         self._entries[name] = table_of(name, columns, rows)
 
     def drain(self) -> LogEntries:
-        """Return what was logged since the last drain, as plain numbers. Waits for what is on a GPU."""
+        """Return what was logged since the last drain. Waits for what is on a GPU."""
         of_kind: dict[str, dict[str, Any]] = {kind: {} for kind in ("scalar", "mean", "histogram", "text", "media")}
         for name, value in self._entries.items():
             kind = self._kinds[name]
-            of_kind["media" if kind in ("image", "table") else kind][name] = self._read(name, kind, value)
+            of_kind["media" if kind in ("image", "table") else kind][name] = self._read(kind, value)
         self._entries = {}
         return LogEntries(*of_kind.values())
 
-    def _read(self, name: str, kind: str, value: Any) -> Any:
+    def _read(self, kind: str, value: Any) -> Any:
         match kind:
             case "scalar":
                 return float(value)
@@ -166,21 +147,14 @@ class MetricLog:
                 return float(value[0]), float(value[1])
             case "histogram":
                 return value.read()
-            case "text" | "table":
-                return value
-        if name not in self._clamped and value.is_clamped:
-            self._clamped.add(name)
-            _log.warning(
-                "log.image(%r): pixels below 0 or above 1 are shown as 0 or 1, and NaN as 0; scale them to 0 to 1, or "
-                "log uint8 from 0 to 255",
-                name,
-            )
-        return value.read()
+            case "image":
+                return read_image(value)
+        return value
 
     def take(self) -> MetricLog:
-        """Return the entries since the last drain as a log of their own, without reading them; none stay here."""
+        """Move the entries since the last drain to a log of their own, without reading them."""
         taken = MetricLog()
-        taken._kinds, taken._clamped = self._kinds, self._clamped
+        taken._kinds = self._kinds
         taken._entries, self._entries = self._entries, {}
         return taken
 
@@ -199,9 +173,7 @@ class MetricLog:
             value = before.plus(value)
         self._entries[name] = value
 
-    def _claim(self, name: object, kind: str) -> None:
-        if not isinstance(name, str):
-            raise TypeError(f"log.{kind}({name!r}): the name must be a str, not {type(name).__name__}")
+    def _claim(self, name: str, kind: str) -> None:
         before = self._kinds.get(name)
         if before is None:
             refuse_own_name(kind, name)
@@ -211,11 +183,7 @@ class MetricLog:
 
 
 def merge(entries: Sequence[LogEntries]) -> Logged:
-    """Merge all ranks' entries, which are in the order of ranks.
-
-    Means are sum of sums / sum of weights (left out where the weight is 0); scalars the mean over the ranks that logged
-    them; histograms are summed; a text, an image and a table are the first rank's that has one.
-    """
+    """Merge all ranks' entries, in the order of ranks. A mean without weight is left out."""
     scalars, means, histograms, texts = (
         _by_name([getattr(entry, kind) for entry in entries]) for kind in ("scalars", "means", "histograms", "texts")
     )
@@ -232,11 +200,11 @@ def merge(entries: Sequence[LogEntries]) -> Logged:
 
 
 def collected(log: MetricLog, ranks: Axis) -> Logged:
-    """Return what all ranks have logged, merged, and empty their logs; all ranks together."""
+    """Drain the logs of all ranks and merge them; a collective."""
     own = log.drain()
     entries = cast("list[LogEntries]", ranks.gather(replace(own, media=dict.fromkeys(own.media))))
     logged = merge(entries)
-    if any(entry.media for entry in entries):  # each is sent by one rank alone
+    if any(entry.media for entry in entries):  # each is sent by one rank only
         before = {name for entry in entries[: ranks.rank] for name in entry.media}
         part = {name: value for name, value in own.media.items() if name not in before}
         parts = cast("list[dict[str, LoggedImage | LoggedTable]]", ranks.gather(part))
@@ -245,7 +213,6 @@ def collected(log: MetricLog, ranks: Axis) -> Logged:
 
 
 def _by_name(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the ranks' values by name, in the order in which the names first come."""
     values: dict[str, list[Any]] = {}
     for logged in of_ranks:
         for name, value in logged.items():
@@ -299,10 +266,9 @@ def text(name: str, text: str) -> None:
 
 
 def image(name: str, pixels: Tensor) -> None:
-    """Log an image: [height, width] or [1, 3 or 4 channels, height, width]; uint8, or floats from 0 to 1.
+    """Log an image: [height, width] or [1, 3 or 4 channels, height, width]; uint8, or floats, clamped to 0 to 1.
 
-    Floats outside of that range are clamped, which a warning states once for each name.
-    Where several ranks log it, the first one's counts; one of more than 4,194,304 pixels is refused.
+    Where several ranks log it, the first one's counts; more than 4,194,304 pixels are refused.
     """
     if _current is not None:
         _current.image(name, pixels)
@@ -329,12 +295,7 @@ def merged_histogram(values: Tensor) -> Histogram:
 
 
 def _number(kind: str, name: str, value: object) -> float | Tensor:
-    """Return a float if that needs no waiting, otherwise a copy on the device: later in-place changes must not show.
-
-    Raises:
-        TypeError: the value is neither a number nor a tensor.
-        ValueError: it is several numbers, or a complex one.
-    """
+    """Return a float if that needs no waiting, otherwise a copy on the device: later in-place changes must not show."""
     if isinstance(value, int | float):
         return float(value)
     tensor = _tensor(kind, name, value)
@@ -349,26 +310,13 @@ def _number(kind: str, name: str, value: object) -> float | Tensor:
 
 
 def _tensor(kind: str, name: str, value: object) -> Tensor:
-    """Return the value, which may be a NumPy number or a list of numbers, as a tensor without gradient."""
+    """Return a tensor, a NumPy number or a list of numbers as a tensor without gradient."""
     import torch
 
-    if isinstance(value, torch.Tensor):
-        tensor = value.detach()
-    else:
-        try:
-            tensor = torch.as_tensor(value)
-        except (TypeError, ValueError, RuntimeError):
-            wanted = "numbers" if kind == "histogram" else "a number"
-            more = "; log.text takes strings" if isinstance(value, str) else ""
-            raise _wrong_type(kind, name, value, wanted, more) from None
+    tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     if tensor.is_complex():
         raise ValueError(f"log.{kind}({name!r}): complex numbers can't be logged; log .abs(), or .real and .imag")
     return tensor
-
-
-def _wrong_type(kind: str, name: str, value: object, expected: str, remedy: str) -> TypeError:
-    given = f"{type(value).__name__} ({str(value)[:40]!r})"
-    return TypeError(f"log.{kind}({name!r}): expected {expected}, got {given}{remedy}")
 
 
 def _sum(total: float | Tensor, more: float | Tensor) -> float | Tensor:

@@ -1,7 +1,6 @@
 """MLflow: metrics, parameters, tags; texts and histograms as artifacts. `mlflow-skinny` suffices.
 
-A resumed run continues the same MLflow run. MLflow keeps all values of a metric: of two of a step, the later one
-counts, and `run/attempt` has where an attempt begins.
+A resumed run continues the same MLflow run: of two values of a step, the later one counts.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class MlflowTracker(Tracker):
     """Records a run with MLflow.
 
     Args:
-        uri: of the tracking server or store; None: MLFLOW_TRACKING_URI, or files in the run's folder.
-        experiment: that the run belongs to; made if there is none.
+        uri: Of the tracking server or store; None: MLFLOW_TRACKING_URI, or files in the run's folder.
+        experiment: Created if there is none.
     """
 
     def __init__(self, uri: str | None = None, experiment: str = "lockstep") -> None:
@@ -111,7 +110,6 @@ class MlflowTracker(Tracker):
 
 
 def _flat(path: str, value: object) -> Iterator[tuple[str, str]]:
-    """Yield the leaves of nested mappings, by dotted keys."""
     if isinstance(value, Mapping) and value:
         for name, part in value.items():
             yield from _flat(f"{path}.{name}" if path else str(name), part)

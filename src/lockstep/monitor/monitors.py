@@ -1,15 +1,8 @@
 """Shows a run's reports to its monitors: a user's in the loop, Lockstep's own writers each in a thread.
 
-    report --> kept, and too early for the writers?  --yes--> remember it, nothing else
-                  |no
-                  v
-               BackgroundWriter.put --> queue, bounded --> its thread: EventLog.see(report) --> metrics.jsonl
-               microseconds             full: dropped, counted, reported once
+    report --> BackgroundWriter.put --> bounded queue --> its thread: EventLog.see(report) --> metrics.jsonl
 
-    save   --> drain: all that was put before is written, unless the disk hangs
-    end    --> finish: all is written, within a limit
-
-Each writer has a thread of its own: a network that hangs stops no file. One that raises is dropped with one warning.
+A save drains the queues; the end of the run waits for them, within a limit. A writer that raises is dropped.
 """
 
 from __future__ import annotations
@@ -44,7 +37,6 @@ END_S = 30.0
 _MOST_WEIGHT = 10_000
 _CHARACTERS = 500  # of texts, and bytes of images, that weigh as much as a report
 _SECONDS = 0.1  # after which writers get a report whatever its step
-_LONGEST_REASON = 400  # characters
 _NOTHING: tuple[Request, ...] = ()
 _KEPT = Verdict.KEPT
 _log = logging.getLogger("lockstep.monitor")
@@ -55,12 +47,9 @@ class EpochReport:
     """Sums over one epoch.
 
     Attributes:
-        epoch: from 0.
-        step: its last update.
-        loss: mean over all valid targets of its kept updates; NaN if none was kept.
-        samples: consumed by the run so far.
-        seconds: since its first update began, evaluations in between included.
-        whole: whether this process saw it from its first update on.
+        loss: Mean over all valid targets of its kept updates; NaN if none was kept.
+        samples: Consumed by the run so far.
+        whole: Whether this process saw it from its first update on.
     """
 
     epoch: int
@@ -75,11 +64,11 @@ class ReportWriter(Monitor, Protocol):
     """A monitor that also takes the sums of epochs, what user code logged, and the ranks' meters."""
 
     def epoch(self, report: EpochReport) -> None:
-        """Take the sums of an epoch that has ended."""
+        """Take the sums of an epoch."""
         return
 
     def logged(self, step: int, logged: Logged) -> None:
-        """Take what user code logged up to and with update `step`, merged over all ranks."""
+        """Take what user code logged up to update `step`, merged over all ranks."""
         return
 
     def measured(self, report: MeterReport) -> None:
@@ -87,21 +76,20 @@ class ReportWriter(Monitor, Protocol):
         return
 
     def left_out(self, step: int, samples: Sequence[LeftOutSample]) -> None:
-        """Take samples that are left out because they can't be used; known after update `step`."""
+        """Take samples that can't be used."""
         return
 
     def bad_numbers(self, report: NumbersReport) -> None:
-        """Take what is known of an update whose numbers are bad."""
+        """Take what is known of an update with bad numbers."""
         return
 
 
 class BackgroundWriter:
-    """Calls a writer in a thread of its own, in the order of the calls.
+    """Calls a writer in a thread of its own, in order. Calls beyond the weight `most` are dropped, with a warning.
 
     Args:
-        end_seconds: how long the end of the run waits for the writer.
-        most: weight of the waiting calls.
-        name: in messages; None: that of the writer's class.
+        end_seconds: How long the end of the run waits for the writer.
+        name: In messages; by default the writer's class.
     """
 
     def __init__(
@@ -121,7 +109,7 @@ class BackgroundWriter:
         threading.Thread(target=self._run, name=f"lockstep-{self._name}", daemon=True).start()
 
     def put(self, call: Callable[[ReportWriter], object], weight: int = 1) -> None:
-        """Add a call with the writer. Never waits; calls without a weight are never dropped."""
+        """Queue a call. One without a weight is never dropped."""
         with self._lock:
             if self._closed:
                 return
@@ -134,7 +122,7 @@ class BackgroundWriter:
             _log.warning("%s can't keep up: the run continues without some of its reports", self._name)
 
     def drain(self, seconds: float) -> bool:
-        """Wait until all that was put before is written, in any thread; return False if it takes longer."""
+        """Wait until all that was put before is written; return False if it takes longer."""
         done = threading.Event()
         self._calls.put(done)
         return self._ended.is_set() or done.wait(seconds)
@@ -146,7 +134,7 @@ class BackgroundWriter:
         self._ends_at = time.monotonic() + self._end_seconds
 
     def finish(self) -> None:
-        """Wait for the writer up to the limit, which began with `begin_finish`."""
+        """Wait for the writer, until `end_seconds` after `begin_finish`."""
         left = self._ends_at - time.monotonic()
         if not self._ended.wait(None if left == math.inf else max(0.0, left)):
             _log.warning("%s has not ended within %g s: its last reports are lost", self._name, self._end_seconds)
@@ -176,26 +164,23 @@ class BackgroundWriter:
 
 
 def _known_reason(error: BaseException) -> str | None:
-    """Return what to say about an error of the config, the disk or the network; None for a fault of the writer."""
-    if isinstance(error, Failure):
-        return str(error)
-    chain: BaseException | None = error
-    while chain is not None and not isinstance(chain, OSError):
-        chain = chain.__cause__ or chain.__context__
-    if chain is None:
+    """Return the message of an error of the config, the disk or the network; None for a fault of the writer."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    if not any(isinstance(each, Failure | OSError) for each in chain):
         return None
-    first = str(error).partition("\n")[0][:_LONGEST_REASON] or repr(error)
-    cause = f"{chain.strerror}: {chain.filename}" if chain.strerror and chain.filename else str(chain)
-    return first if chain is error or cause[:_LONGEST_REASON] in first else f"{first} ({cause[:_LONGEST_REASON]})"
+    first, root = str(error).partition("\n")[0] or repr(error), str(chain[-1])
+    return first if root in first else f"{first} ({root})"
 
 
 class Monitors:
-    """Shows reports to all monitors; the requests are the union of the answers of a user's.
+    """Shows reports to all monitors.
 
     Args:
-        writers: see every `every`th step, one after a tenth of a second, each discarded update, each spike, the last
-            update of an epoch, and that before an evaluation or the end.
-        others: a user's monitors, which see every report; the time that they take is the user's.
+        writers: See every `every`th step, one after a tenth of a second, each discarded update, each spike, the last
+            update of an epoch, and the one before an evaluation or the end.
+        others: A user's monitors, which see every report. The requests are the union of their answers.
     """
 
     def __init__(
@@ -245,22 +230,18 @@ class Monitors:
         self._ask_others("saved", report)
 
     def logged(self, step: int, logged: Logged) -> None:
-        """Pass on what user code logged to the writers."""
         size = sum(map(len, logged.texts.values())) + sum(len(image.pixels) for image in logged.images.values())
-        cells = sum(len(table.rows) * len(table.columns) for table in logged.tables.values())
-        weight = 1 + len(logged.values) // 10 + 10 * len(logged.histograms) + size // _CHARACTERS + cells
+        others = len(logged.values) // 10 + 10 * len(logged.histograms) + 100 * len(logged.tables)
+        weight = 1 + others + size // _CHARACTERS
         self._write(lambda writer: writer.logged(step, logged), min(weight, _MOST_WEIGHT // 2))
 
     def measured(self, report: MeterReport) -> None:
-        """Pass on the meters of all ranks to the writers, in any thread."""
         self._write(lambda writer: writer.measured(report), 1 + len(report.ranks))
 
     def left_out(self, step: int, samples: Sequence[LeftOutSample]) -> None:
-        """Pass on samples that are left out to the writers."""
         self._write(lambda writer: writer.left_out(step, samples), 0)
 
     def bad_numbers(self, report: NumbersReport) -> None:
-        """Pass on what is known of a bad update to the writers."""
         self._write(lambda writer: writer.bad_numbers(report), 0)
 
     def finish(self, error: BaseException | None) -> None:
@@ -286,7 +267,6 @@ class Monitors:
             writer.put(call, weight)
 
     def _ask_others(self, method: str, argument: object) -> set[Request]:
-        """Call a method of all of a user's monitors; drop those that fail."""
         requests: set[Request] = set()
         for monitor in list(self._others):
             try:
@@ -300,7 +280,6 @@ class Monitors:
 
 
 def _requests(monitor: Monitor, method: str, answer: object) -> Sequence[Request]:
-    """Return the requests of a monitor's answer, which may be None. Raises TypeError if it is anything else."""
     if answer is None:
         return ()
     requests: list[Any] = list(answer) if isinstance(answer, Iterable) else [answer]
@@ -312,13 +291,7 @@ def _requests(monitor: Monitor, method: str, answer: object) -> Sequence[Request
 
 
 class _Epochs:
-    """The sums of the running epoch.
-
-    Attributes:
-        end: number of samples at which the epoch is over.
-        loss: sum over its kept updates, times their counts.
-        count: sum over its kept updates.
-    """
+    """The sums of the running epoch, which is over at `end` samples."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples

@@ -1,11 +1,9 @@
-"""NVIDIA GPUs as their driver describes them (NVML, by the package nvidia-ml-py): load, heat, power, clocks, errors.
+"""NVIDIA GPUs by their driver (NVML, with the package nvidia-ml-py): load, heat, power, clocks, errors.
 
     uuid --> handle --> memory, utilization           of the GPU, or of its MIG instance
                   `---> parent of a MIG instance --> temperature, power, clocks, throttling, ECC, Xid
 
-MeterReport --> what is wrong, by rank --> new since the last report? --> lines for the console
-
-A value that this GPU, driver or user has not is left out. A GPU that the driver has lost answers `gpu_lost: 1`.
+Values that this GPU, driver or user doesn't have are left out. A GPU that the driver has lost gives `gpu_lost: 1`.
 """
 
 from __future__ import annotations
@@ -47,39 +45,14 @@ _LOST = ("NVMLError_GpuIsLost", "NVMLError_ResetRequired")
 _DRIVER_GONE = ("NVMLError_DriverNotLoaded", "NVMLError_Uninitialized", "NVMLError_LibraryNotFound")
 _MOST_EVENTS = 100  # read at once
 _MOST_HOSTS = 2  # that a line names
-_XIDS = {
-    13: "an error of the program on the GPU, such as an access out of bounds",
-    31: "a wrong address in the GPU's memory, mostly by the program",
-    43: "a program on the GPU that was stopped",
-    45: "work that was ended, mostly after another error",
-    48: "an uncorrectable memory error",
-    62: "a halted controller of the GPU",
-    63: "a row of memory that was remapped",
-    64: "a row of memory that could not be remapped",
-    74: "an error of NVLink",
-    79: "the GPU is lost from the bus",
-    92: "many corrected memory errors",
-    94: "a contained memory error",
-    95: "an uncontained memory error",
-    119: "no answer of the GPU's system processor",
-}
-"""Meanings of the Xid errors of NVIDIA's list that are seen in training."""
 
 
 class NvmlMissing(Exception):
-    """A sentence that states why GPUs can't be read."""
+    """The reason why GPUs can't be read."""
 
 
 class NvidiaGPU:
-    """A GPU, or an instance of one that MIG divides.
-
-    Args:
-        nvml: The module pynvml, initialized.
-        handle: NVML's.
-
-    Attributes:
-        name: Such as NVIDIA H100 80GB HBM3.
-    """
+    """A GPU, or a MIG instance, by NVML's handle; `nvml` is the initialized module pynvml."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml = nvml
@@ -92,11 +65,7 @@ class NvidiaGPU:
         self._last_xid = 0
 
     def read(self) -> dict[str, float]:
-        """Return the values of now, in percent, bytes, degrees Celsius, watts, MHz and numbers of errors.
-
-        Raises:
-            NvmlMissing: The driver has been unloaded.
-        """
+        """Return values in percent, bytes, degrees Celsius, watts, MHz. Raises NvmlMissing if the driver has gone."""
         values: dict[str, float] = {}
         for reader in self._readers:
             try:
@@ -151,7 +120,6 @@ class NvidiaGPU:
         return {"gpu_throttled": float(bool(active)), **active}
 
     def _register(self) -> Any:
-        """Ask the driver for Xid errors; return the set of events, None if it refuses."""
         nvml = self._nvml
         events = _value(nvml, nvml.nvmlEventSetCreate)
         if events is None:
@@ -164,7 +132,6 @@ class NvidiaGPU:
         return events
 
     def _xid_errors(self) -> dict[str, float]:
-        """Read the errors that have happened since the last call, without waiting for one."""
         if self._events is None:
             return {}
         for _ in range(_MOST_EVENTS):
@@ -181,11 +148,7 @@ class NvidiaGPU:
 
 
 def nvml_module() -> Any:
-    """Return the module pynvml, initialized.
-
-    Raises:
-        NvmlMissing: The package or the driver is missing, or may not be used.
-    """
+    """Return the module pynvml, initialized. Raises NvmlMissing."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -198,7 +161,7 @@ def nvml_module() -> Any:
 
 
 def gpu_of(nvml: Any, uuid: str) -> NvidiaGPU:
-    """Return the GPU or MIG instance with an identifier, with or without its prefix. Raises NvmlMissing."""
+    """Return the GPU or MIG instance with a UUID, with or without its prefix. Raises NvmlMissing."""
     names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
     reason = ""
     for name in names:
@@ -210,7 +173,7 @@ def gpu_of(nvml: Any, uuid: str) -> NvidiaGPU:
 
 
 class DeviceGauges:
-    """The gauges of the GPU that torch calls `device`, opened on first use: in the thread that reads them."""
+    """The gauges of the GPU that torch calls `device`, opened in the thread that reads them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -231,7 +194,6 @@ class DeviceGauges:
 
 
 def uuid_of(device: torch.device) -> str:
-    """Return a device's identifier as torch knows it."""
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid)
@@ -245,7 +207,6 @@ def gpu_gauges(device: torch.device) -> list[Callable[[], dict[str, float]]]:
 
 
 def _value(nvml: Any, read: Callable[[], Any]) -> Any:
-    """Return a value; None if the driver doesn't have it."""
     try:
         return read()
     except nvml.NVMLError:
@@ -253,13 +214,12 @@ def _value(nvml: Any, read: Callable[[], Any]) -> Any:
 
 
 class GpuHealth:
-    """Remembers what was said, per rank."""
+    """Says what is wrong with GPUs, once for each rank."""
 
     def __init__(self) -> None:
         self._said: set[tuple[int, str]] = set()
 
     def lines(self, report: MeterReport) -> list[str]:
-        """Return a line for each new fact, with its ranks and hosts."""
         ranks: dict[str, dict[int, str]] = {}
         for notice in (interval.notice for interval in report.ranks):
             for text in _facts(notice.gauges):
@@ -270,7 +230,7 @@ class GpuHealth:
 
 
 def last_words(before: RankNotice, last: RankNotice) -> list[str]:
-    """Return the errors that a rank's GPU had between two notices, of those that end ranks."""
+    """Return the errors of a rank's GPU between two notices."""
     known = [*_errors(before.gauges)]
     return [_line({last.rank: last.host}, text) for text in _errors(last.gauges) if text not in known]
 
@@ -289,8 +249,7 @@ def _errors(gauges: Mapping[str, float]) -> Iterator[str]:
         yield "no longer answers its driver; check it with nvidia-smi and restart its host"
     if xids := gauges.get("gpu_xid_errors"):
         number = int(gauges.get("gpu_last_xid", 0))
-        meaning = f" ({_XIDS[number]})" if number in _XIDS else ""
-        yield f"Xid error {number}{meaning}, number {xids:.0f} of this run"
+        yield f"Xid error {number} (https://docs.nvidia.com/deploy/xid-errors), number {xids:.0f} of this run"
 
 
 def _line(hosts: Mapping[int, str], text: str) -> str:

@@ -1,12 +1,4 @@
-"""Tools for any training loop: the speed of its steps, its GPUs, and a logger for each rank.
-
-tracker.start()  step  step  step  step      (evaluation)  tracker.start()  step  step
-                 |<-- window: average() -->|  no step's    |<-- measured -->|
-
-with GPUMonitor(seconds=1.0) as gpus:
-    ...                                 thread: read, every second --> history
-print(gpus.summary())
-"""
+"""Tools for any training loop: the speed of its steps, its GPUs, and a logger for each rank."""
 
 from __future__ import annotations
 
@@ -23,7 +15,7 @@ from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lockstep.core.phase_clock import Durations
 from lockstep.monitor.nvidia import NvidiaGPU, NvmlMissing, gpu_of, nvml_module
@@ -39,14 +31,7 @@ _SHOWN = (
 
 @dataclass(frozen=True, slots=True)
 class ThroughputAverage:
-    """The speed over some steps; NaN where there were none.
-
-    Attributes:
-        steps: Number of them.
-        seconds: All of them took.
-        step_seconds: Mean of one.
-        deviation: Standard deviation of one step's seconds.
-    """
+    """The speed over some steps; NaN where there were none. `deviation` is that of a single step's seconds."""
 
     steps: int
     seconds: float
@@ -60,11 +45,13 @@ class ThroughputAverage:
 class ThroughputTracker:
     """Measures the steps of a loop on this rank.
 
-    On a GPU, the host runs ahead of the device by some steps; averages over tens of steps are right all the same.
+    On a GPU, the host runs ahead of the device by some steps: use averages over tens of steps.
+
+        tracker.start()  step  step  step  step      (evaluation)  tracker.start()  step  step
+                         |<-- window: average() -->|  not counted  |<-- measured -->|
 
     Args:
-        window: Number of newest steps that `average` is about.
-        now: Returns seconds.
+        window: Number of newest steps that `average` covers.
     """
 
     def __init__(self, window: int = 50, now: Callable[[], float] = time.perf_counter) -> None:
@@ -74,15 +61,11 @@ class ThroughputTracker:
         self.reset()
 
     def start(self) -> None:
-        """Begin a step now, without the time since the last one: before the first step, and after a pause."""
+        """Begin a step now; call it before the first step, and after a pause."""
         self._since = self._now()
 
     def step(self, samples: float = 0, tokens: float = 0) -> float:
-        """End a step that has consumed `samples` and `tokens`, and begin the next; return its seconds.
-
-        Raises:
-            RuntimeError: `start` wasn't called.
-        """
+        """End a step that consumed `samples` and `tokens`, and begin the next; return its seconds."""
         if self._since is None:
             raise RuntimeError("ThroughputTracker.step was called before start; call start() before the loop")
         now = self._now()
@@ -92,7 +75,7 @@ class ThroughputTracker:
         return seconds
 
     def average(self) -> ThroughputAverage:
-        """Return the speed over the newest steps, as many as the window has."""
+        """Return the speed over the window."""
         if not self._window:
             return ThroughputAverage(0, 0.0, *(math.nan,) * 5)
         durations, samples, tokens = zip(*self._window, strict=True)
@@ -108,17 +91,13 @@ class ThroughputTracker:
         )
 
     def percentiles(self, *shares: float) -> dict[float, float]:
-        """Return the seconds that these shares of all steps since the last reset don't exceed, to 1 %.
-
-        Args:
-            shares: In [0, 1]; by default the median, 0.95 and 0.99.
-        """
+        """Return the seconds that these shares of all steps don't exceed, to 1 %; by default of 0.5, 0.95 and 0.99."""
         if not all(0 <= share <= 1 for share in shares):
             raise ValueError(f"ThroughputTracker.percentiles: shares are from 0 to 1 (0.95), not {shares}")
         return {share: self._durations.percentile(share) for share in shares or (0.5, 0.95, 0.99)}
 
     def reset(self) -> None:
-        """Forget all steps, for example those of the warmup. A step that has begun continues."""
+        """Forget all steps, such as those of the warmup. A step that has begun continues."""
         self._window.clear()
         self._durations = Durations()
 
@@ -137,16 +116,10 @@ def rank_logger(
     A second call with the same name replaces the handlers of the first.
 
     Args:
-        name: Of the logger, for `logging.getLogger`.
         folder: For rank-0.log, rank-1.log, ...; None: no files.
-        level: Such as INFO or logging.DEBUG.
         console: The rank that also prints to standard error; None: no rank does.
         max_bytes: Size at which a file is renamed to rank-0.log.1, and begun again.
         backups: Number of renamed files to keep.
-
-    Raises:
-        ValueError: The level is unknown.
-        OSError: The folder can't be written.
     """
     from lockstep.distributed.user_collectives import rank_and_size  # it imports torch
 
@@ -172,8 +145,6 @@ def rank_logger(
 
 
 class ValueRange(NamedTuple):
-    """The range of a value over time."""
-
     min: float
     mean: float
     max: float
@@ -181,13 +152,7 @@ class ValueRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GPUSample:
-    """The values of a GPU at a moment.
-
-    Attributes:
-        time: Unix time.
-        gpu: Number among the GPUs that this process sees.
-        values: By name: `gpu_utilization` in percent, `gpu_temperature` in degrees Celsius, `gpu_power` in watts, ...
-    """
+    """The values of a GPU (its number among the visible ones) at a Unix time, such as `gpu_power` in watts."""
 
     time: float
     gpu: int
@@ -197,27 +162,21 @@ class GPUSample:
 class GPUMonitor:
     """Reads all GPUs every `seconds` between entering and leaving its block.
 
-    On a machine without NVIDIA GPUs, or without the package nvidia-ml-py, it reads nothing, and `reason` states why.
+    On a machine without NVIDIA GPUs, or without the package nvidia-ml-py, it reads nothing, and `reason` says why.
 
     Args:
-        seconds: Between two readings.
         kept: Number of newest readings of each GPU in the history.
-
-    Attributes:
-        names: Of the GPUs.
-        reason: Why there is nothing to read; empty otherwise.
     """
 
     def __init__(self, seconds: float = 1.0, kept: int = 3600) -> None:
         if not seconds > 0 or kept < 1:
             raise ValueError(f"GPUMonitor reads every {seconds:g} s and keeps {kept} readings; both must be above 0")
         self._seconds = seconds
-        self._gpus: list[NvidiaGPU] = []
-        self._samples: list[deque[GPUSample]] = []
         self._kept = kept
+        self._gpus: list[NvidiaGPU] = []
+        self._samples: deque[GPUSample] = deque()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
         self.names: list[str] = []
         self.reason = "it was not started: write `with GPUMonitor() as gpus:`"
 
@@ -228,7 +187,7 @@ class GPUMonitor:
         except NvmlMissing as missing:
             self.reason = str(missing)
         self.names = [gpu.name for gpu in self._gpus]
-        self._samples = [deque(maxlen=self._kept) for _ in self._gpus]
+        self._samples = deque(maxlen=self._kept * len(self._gpus))
         if self._gpus:
             self._ended.clear()
             self._thread = threading.Thread(target=self._run, name="lockstep-gpus", daemon=True)
@@ -241,15 +200,18 @@ class GPUMonitor:
             self._thread.join(timeout=_END_S)
 
     def history(self) -> list[GPUSample]:
-        """Return the readings so far, in the order of time."""
-        with self._lock:
-            return sorted((sample for samples in self._samples for sample in samples), key=lambda sample: sample.time)
+        return list(self._samples.copy())  # which no thread can interrupt
 
     def summary(self) -> dict[int, dict[str, ValueRange]]:
-        """Return min, mean and max of each value over the history, by GPU; nothing without GPUs."""
-        with self._lock:
-            of_gpus = [list(samples) for samples in self._samples]
-        return {number: _ranges(samples) for number, samples in enumerate(of_gpus)}
+        """Return min, mean and max of each value over the history, by GPU."""
+        values: dict[int, dict[str, list[float]]] = {number: {} for number in range(len(self._gpus))}
+        for sample in self.history():
+            for name, value in sample.values.items():
+                values[sample.gpu].setdefault(name, []).append(value)
+        return {
+            gpu: {name: ValueRange(min(part), statistics.fmean(part), max(part)) for name, part in of_gpu.items()}
+            for gpu, of_gpu in values.items()
+        }
 
     def __str__(self) -> str:
         if self.reason:
@@ -268,44 +230,29 @@ class GPUMonitor:
         while True:
             for number, gpu in enumerate(self._gpus):
                 try:
-                    values = gpu.read()
+                    self._samples.append(GPUSample(time.time(), number, gpu.read()))
                 except NvmlMissing as missing:
                     self.reason = str(missing)
                     return
-                with self._lock:
-                    self._samples[number].append(GPUSample(time.time(), number, values))
             if self._ended.wait(self._seconds):
                 break
         for gpu in self._gpus:
             gpu.close()
 
 
-def _ranges(samples: list[GPUSample]) -> dict[str, ValueRange]:
-    names = dict.fromkeys(name for sample in samples for name in sample.values)
-    values = {name: [sample.values[name] for sample in samples if name in sample.values] for name in names}
-    return {name: ValueRange(min(of_name), statistics.fmean(of_name), max(of_name)) for name, of_name in values.items()}
-
-
 def _visible_gpus() -> list[NvidiaGPU]:
     """Return the GPUs of CUDA_VISIBLE_DEVICES, or all. Raises NvmlMissing."""
     nvml = nvml_module()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return [_gpu_at(nvml, number) for number in range(nvml.nvmlDeviceGetCount())]
+    count, visible = nvml.nvmlDeviceGetCount(), os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus: list[NvidiaGPU] = []
-    for word in visible.split(","):
-        name = word.strip()
+    for name in map(str, range(count)) if visible is None else map(str.strip, visible.split(",")):
         if name.startswith(("GPU-", "MIG-")):
             gpus.append(gpu_of(nvml, name))
-        elif name.isdigit() and int(name) < nvml.nvmlDeviceGetCount():
-            gpus.append(_gpu_at(nvml, int(name)))
+        elif name.isdigit() and int(name) < count:
+            try:
+                gpus.append(NvidiaGPU(nvml, nvml.nvmlDeviceGetHandleByIndex(int(name))))
+            except nvml.NVMLError as error:
+                raise NvmlMissing(f"NVIDIA's driver doesn't give access to GPU {name}: {error}") from None
         else:  # as CUDA does: what follows isn't seen
             break
     return gpus
-
-
-def _gpu_at(nvml: Any, number: int) -> NvidiaGPU:
-    try:
-        return NvidiaGPU(nvml, nvml.nvmlDeviceGetHandleByIndex(number))
-    except nvml.NVMLError as error:
-        raise NvmlMissing(f"NVIDIA's driver doesn't give access to GPU {number}: {error}") from None

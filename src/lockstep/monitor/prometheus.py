@@ -1,10 +1,4 @@
-"""The Prometheus endpoint: the run's newest metrics and each rank's meters, over HTTP.
-
-reports --> the newest of each kind <--read-- thread of the HTTP server <-- GET /metrics, by Prometheus
-
-lockstep_loss{run="digits"} 0.52
-lockstep_rank_gpu_temperature{run="digits",rank="3",host="node1"} 71
-"""
+"""The Prometheus endpoint: the run's newest metrics and each rank's meters, over HTTP."""
 
 from __future__ import annotations
 
@@ -30,7 +24,7 @@ _UNNAMED = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class PrometheusEndpoint(ReportWriter):
-    """Serves `/metrics` while the run trains. A port that is taken is a warning, not the run's end."""
+    """Serves `/metrics` while the run trains. A port that is taken is a warning."""
 
     def __init__(self, section: PrometheusConfig) -> None:
         self._section = section
@@ -47,7 +41,6 @@ class PrometheusEndpoint(ReportWriter):
 
     @property
     def port(self) -> int | None:
-        """The port that is served; None: none is."""
         return None if self._server is None else int(self._server.server_port)
 
     def start(self, info: RunInfo) -> None:
@@ -94,11 +87,9 @@ class PrometheusEndpoint(ReportWriter):
     # --- in the server's thread -----------------------------------------------------------------------------------
 
     def describe(self) -> list[Any]:
-        """Return nothing: the metrics are known when there are values."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics of now, as prometheus_client wants them."""
         from prometheus_client.core import GaugeMetricFamily
 
         families: dict[str, Any] = {}
@@ -111,8 +102,8 @@ class PrometheusEndpoint(ReportWriter):
     def _values(self) -> Iterator[tuple[str, str, dict[str, str], float]]:
         if self._info is not None:
             yield "lockstep_ranks", "ranks of the run", {}, float(self._info.ranks)
-        if self._step is None and self._info is not None:
-            yield "lockstep_step", "step of the run", {}, float(self._info.resumed_from or 0)
+            if self._step is None:
+                yield "lockstep_step", "step of the run", {}, float(self._info.resumed_from or 0)
         if (report := self._step) is not None:
             rates = self._throughput.moving
             for name, value in (

@@ -1,18 +1,13 @@
 """The meters of all ranks: what each does, and where its time goes.
 
-    on every rank   clock, gauges --thread--> notice: cumulative, every 2 s, also while the rank is stuck
-    on rank 0       all notices --thread--> live.json     as they are, for `lockstep top`
-                                       `--> ranks.jsonl   a line an interval: columns by rank, for the report
-                                       `--> MeterReport   min, mean, max over ranks, for the monitors
+on every rank   clock, gauges --thread--> notice: cumulative, every 2 s, also while the rank is stuck
+on rank 0       all notices --thread--> live.json     as they are, for `lockstep top`; replaced every 2 s
+                                   `--> ranks.jsonl   a line an interval: columns by rank, for the report
+                                   `--> MeterReport   min, mean, max over ranks, for the monitors
 
-No update waits for any of it: the threads have connections and files of their own. live.json is replaced every 2 s:
-
-    {"time": 1790000000.0, "step": 120, "ranks": [{"rank": 0, "host": "a", "step": 120, "phase": "forward", ...}]}
-
-ranks.jsonl has a line an interval (`monitor.meter_seconds`, longer where there are hundreds of ranks), columns by rank:
-
-    {"step": 120, "time": ..., "seconds": 10.0, "ranks": [0, 1], "step_seconds": [0.05, 0.05], "slowest": [...],
-     "split": {"data": [0.001, 0.002], "forward": [...], ...}, "gauges": {"memory_used": [...]}, "stragglers": [...]}
+live.json    {"time": 1790000000.0, "step": 120, "ranks": [{"rank": 0, "host": "a", "step": 120, ...}]}
+ranks.jsonl  {"step": 120, "time": ..., "seconds": 10.0, "ranks": [0, 1], "step_seconds": [0.05, 0.05], "slowest":
+              [...], "split": {"data": [0.001, 0.002], ...}, "gauges": {"memory_used": [...]}, "stragglers": [...]}
 """
 
 from __future__ import annotations
@@ -20,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import socket
 import statistics
 import threading
@@ -48,8 +44,6 @@ POST_S = 2.0
 _SLOW = 1.2
 _SLOW_SHARE = 0.05
 """A straggler computes 1.2 times as long as the median rank, and by 5 % of an update longer."""
-SHORTEST_S = POST_S
-"""The shortest interval that names stragglers: in a shorter one, of a run that has just begun, they are chance."""
 
 Gauges = Callable[[], Mapping[str, float]]
 LIVE = "live.json"
@@ -60,15 +54,7 @@ _SECONDS_PER_RANK = 0.1  # of an interval: a line of 1,024 ranks has 100 KB
 
 @dataclass(frozen=True, slots=True)
 class RankNotice:
-    """A rank's state and totals, as it posts them.
-
-    Attributes:
-        time: Unix time of the rank's host.
-        step: Updates of the run that it has made.
-        phase: In which it is, for `phase_seconds`.
-        times: Of all its updates since this attempt began.
-        gauges: Latest values by name, such as `memory_used`.
-    """
+    """A rank's state as it posts it, with the times of all its updates since the attempt began."""
 
     rank: int
     host: str
@@ -102,19 +88,16 @@ class RankInterval:
 
     Attributes:
         updates: Number of updates that were timed.
-        seconds, median, slowest: Of an update: mean, median and 95th percentile. NaN if there was none.
-        deviation: Standard deviation of an update's seconds.
-        stalled: Seconds by which the longest update raises the mean above the median.
-        split: Seconds of an update by phase, over those whose phases were measured; none if there was none.
+        seconds, slowest: Of an update: mean and 95th percentile; NaN if there was none.
+        split: Seconds of an update by phase; empty if none was measured.
         silent: Seconds since the rank's last notice.
+        stalled: Seconds by which the longest update raises the mean above the median.
     """
 
     notice: RankNotice
     updates: int
     seconds: float
-    median: float
     slowest: float
-    deviation: float
     split: Mapping[str, float]
     silent: float = 0.0
     stalled: float = 0.0
@@ -122,32 +105,17 @@ class RankInterval:
     @classmethod
     def between(cls, earlier: RankNotice | None, notice: RankNotice, silent: float = 0.0) -> RankInterval:
         times = notice.times if earlier is None else notice.times.since(earlier.times)
-        durations = times.durations
+        durations, count = times.durations, times.durations.count
         split: dict[str, float] = {}
         if times.measured:
             split = {phase.name.lower(): times.split[phase] / times.measured for phase in UPDATE_PHASES}
-        median, count = durations.percentile(0.5), durations.count
-        return cls(
-            notice,
-            count,
-            durations.mean,
-            median,
-            durations.percentile(0.95),
-            durations.deviation,
-            split,
-            silent,
-            (durations.percentile(1.0) - median) / count if count else 0.0,
-        )
+        stalled = (durations.percentile(1.0) - durations.percentile(0.5)) / count if count else 0.0
+        return cls(notice, count, durations.mean, durations.percentile(0.95), split, silent, stalled)
 
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that the others wait for.
-
-    Attributes:
-        ratio: Of its computing time to the median rank's.
-        phase: The phase that differs most.
-    """
+    """A rank that the others wait for: its computing time over the median rank's, and the phase that differs most."""
 
     rank: int
     host: str
@@ -157,20 +125,14 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class MeterReport:
-    """The meters of all ranks over an interval.
-
-    Attributes:
-        step: Of the run, at the interval's end.
-        seconds: Length of the interval.
-        ranks: In the order of ranks; those that have posted nothing yet are left out.
-    """
+    """The meters of all ranks that have posted, over an interval of `seconds` that ends at `step`."""
 
     step: int
     seconds: float
     ranks: tuple[RankInterval, ...]
 
     def split(self) -> dict[str, float]:
-        """Return the mean over ranks of an update's seconds by phase; nothing if none was measured."""
+        """Return the mean over ranks of an update's seconds by phase."""
         splits = [rank.split for rank in self.ranks if rank.split]
         return {name: statistics.fmean(split[name] for split in splits) for name in splits[0]} if splits else {}
 
@@ -183,22 +145,20 @@ class MeterReport:
         return {name: (min(of_ranks), statistics.fmean(of_ranks), max(of_ranks)) for name, of_ranks in values.items()}
 
     def stragglers(self) -> list[Straggler]:
-        """Return the ranks that the others wait for, the slowest first; none of too short an interval."""
-        if self.seconds < SHORTEST_S:
+        """Return the ranks that the others wait for, the slowest first."""
+        if self.seconds < POST_S:  # of a run that has just begun: chance
             return []
-        known = [rank for rank in self.ranks if rank.split]
-        return stragglers_of(
-            [RankTimes(rank.notice.rank, rank.notice.host, rank.seconds, rank.split, rank.stalled) for rank in known]
-        )
+        times = [
+            RankTimes(rank.notice.rank, rank.notice.host, rank.seconds, rank.split, rank.stalled)
+            for rank in self.ranks
+            if rank.split
+        ]
+        return stragglers_of(times)
 
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """The seconds of a rank's update, in all and by phase.
-
-    Attributes:
-        stalled: As of `RankInterval`: one update that takes long, as where a rank hangs, makes no straggler.
-    """
+    """The seconds of a rank's update, in all and by phase; `stalled` as of `RankInterval`."""
 
     rank: int
     host: str
@@ -213,7 +173,7 @@ class RankTimes:
 
     @property
     def usual(self) -> float:
-        """The same without the longest update."""
+        """The same without the longest update: a rank that hung once is no straggler."""
         return self.computing - self.stalled
 
 
@@ -238,7 +198,7 @@ def stragglers_of(ranks: Sequence[RankTimes]) -> list[Straggler]:
 
 
 def meter_values(report: MeterReport) -> dict[str, float]:
-    """Return the values of a report that curves are drawn of: `time/PHASE`, `ranks/...`, `GAUGE/max`, ..."""
+    """Return the values of a report's curves: `time/PHASE_seconds`, `ranks/...`, `GAUGE/max`, ..."""
     values = {f"time/{name}_seconds": seconds for name, seconds in report.split().items()}
     steps = [rank.seconds for rank in report.ranks if rank.updates]
     if steps:
@@ -249,73 +209,8 @@ def meter_values(report: MeterReport) -> dict[str, float]:
     return values
 
 
-class RankMeters:
-    """Posts this rank's notices from a thread.
-
-    Args:
-        step: Returns the number of the run's updates.
-        gauges: Return the latest values; an OSError passes, and one that fails otherwise is left out from then on.
-    """
-
-    def __init__(
-        self,
-        clock: PhaseClock,
-        board: NoticeBoard,
-        rank: int,
-        step: Callable[[], int],
-        gauges: Sequence[Gauges] = (),
-        process: int = 0,
-    ) -> None:
-        self._clock = clock
-        self._board = board
-        self._rank = rank
-        self._step = step
-        self._gauges = list(gauges)
-        self._process = process
-        self._host = socket.gethostname()
-        self._times = UpdateTimes()
-
-    def notice(self) -> RankNotice:
-        """Return what this rank would post now."""
-        self._times.merge(self._clock.take())
-        position = self._clock.position()
-        values: dict[str, float] = {}
-        for gauge in list(self._gauges):
-            try:
-                values.update(gauge())
-            except OSError:  # what it reads may be there again, such as the folder of a run
-                continue
-            except Exception as error:
-                self._gauges.remove(gauge)
-                _log.warning("values of a meter of rank %d are missing from now on: %r", self._rank, error)
-        return RankNotice(
-            self._rank,
-            self._host,
-            self._process,
-            time.time(),
-            self._step(),
-            position.phase,
-            position.seconds,
-            self._times,
-            values,
-        )
-
-    def post(self, notice: RankNotice) -> None:
-        """Post a notice. Raises RuntimeError if the ranks' store has ended."""
-        self._board.post(notice.encode())
-
-
 class MeterFiles:
-    """Collects the notices of all ranks, and writes them.
-
-    Args:
-        folder: Of the run.
-        interval: Seconds between two lines.
-
-    Attributes:
-        show: Receives the report of each interval, in the meters' thread.
-        file: ranks.jsonl.
-    """
+    """Collects the notices of all ranks, and writes them; `show` receives the report of each interval."""
 
     def __init__(self, folder: Path, board: NoticeBoard, interval: float, ranks: int) -> None:
         self.file = LineFile(folder / RANKS)
@@ -331,10 +226,7 @@ class MeterFiles:
         self._began = time.monotonic()
 
     def look(self, *, last: bool = False) -> None:
-        """Read the notices, and write them; a line if the interval is over, or it is the last look.
-
-        Nothing is written in a folder that belongs to another run now, or was deleted.
-        """
+        """Read the notices and replace live.json; add a line if the interval is over, or it is the last look."""
         now = time.monotonic()
         for rank, data in enumerate(self._board.latest()):
             if data != self._data[rank]:
@@ -357,7 +249,7 @@ class MeterFiles:
                 self.file.write(line(_columns(report)))
 
     def close(self) -> None:
-        """Remove live.json: the run has ended."""
+        """Close the file and remove live.json."""
         self.file.close()
         if self._is_own():
             with suppress(OSError):
@@ -372,17 +264,33 @@ class MeterFiles:
             write_atomically(self._live, text + "\n", durable=False)
 
 
-class MeterThread:
-    """Posts this rank's meters, and collects those of all ranks on the first one.
+class RankMeters:
+    """Posts this rank's notices every `seconds`, from a thread; on rank 0, which has `files`, collects those of all.
 
     Args:
-        files: None on other ranks than the first.
+        step: Returns the number of the run's updates.
+        gauges: Return the latest values. One that raises is left out from then on; after an OSError, only this time.
     """
 
-    def __init__(self, meters: RankMeters, files: MeterFiles | None, seconds: float = POST_S) -> None:
-        self._meters = meters
+    def __init__(
+        self,
+        clock: PhaseClock,
+        board: NoticeBoard,
+        rank: int,
+        step: Callable[[], int],
+        gauges: Sequence[Gauges] = (),
+        files: MeterFiles | None = None,
+        seconds: float = POST_S,
+    ) -> None:
+        self._clock = clock
+        self._board = board
+        self._rank = rank
+        self._step = step
+        self._gauges = list(gauges)
         self._files = files
         self._seconds = seconds
+        self._host = socket.gethostname()
+        self._times = UpdateTimes()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep-meters", daemon=True)
 
@@ -390,17 +298,13 @@ class MeterThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, which posts for the last time.
-
-        A thread that waits for a device or a file system without an answer is left alone: the run ends without it.
-        """
+        """End the thread, which posts for the last time, unless it waits for a device or a file system."""
         if self._ended.is_set():
             return
         self._ended.set()
         self._thread.join(timeout=_PATIENCE_S)
 
     def finish(self) -> None:
-        """Collect what all ranks have posted, and close the files."""
         self.stop()
         if self._files is not None and self._thread.is_alive():
             _log.warning("the meters of this rank don't answer; the run ends without the last ones")
@@ -409,21 +313,45 @@ class MeterThread:
                 self._files.look(last=True)
             self._files.close()
 
+    def notice(self) -> RankNotice:
+        self._times.merge(self._clock.take())
+        position = self._clock.position()
+        values: dict[str, float] = {}
+        for gauge in list(self._gauges):
+            try:
+                values.update(gauge())
+            except OSError:  # what it reads may be there again, such as the folder of a run
+                continue
+            except Exception as error:
+                self._gauges.remove(gauge)
+                _log.warning("values of a meter of rank %d are missing from now on: %r", self._rank, error)
+        return RankNotice(
+            self._rank,
+            self._host,
+            os.getpid(),
+            time.time(),
+            self._step(),
+            position.phase,
+            position.seconds,
+            self._times,
+            values,
+        )
+
     def _run(self) -> None:
         try:
-            notice = self._meters.notice()
+            notice = self.notice()
             with suppress(RuntimeError):  # the ranks' store has ended
-                self._meters.post(notice)
+                self._board.post(notice.encode())
                 while not self._ended.wait(self._seconds):
-                    notice = self._meters.notice()
-                    self._meters.post(notice)
+                    notice = self.notice()
+                    self._board.post(notice.encode())
                     if self._files is not None:
                         self._files.look()
-            last = self._meters.notice()
+            last = self.notice()
             for text in last_words(notice, last):  # which may be why this rank ends
                 _log.error("%s", text)
             with suppress(RuntimeError):
-                self._meters.post(last)
+                self._board.post(last.encode())
         except Exception:
             _log.warning("the meters of this rank have failed; the run continues without them", exc_info=True)
 
@@ -463,9 +391,7 @@ def _columns(report: MeterReport) -> dict[str, Any]:
         "ranks": [rank.notice.rank for rank in ranks],
         "updates": [rank.updates for rank in ranks],
         "step_seconds": [_short(rank.seconds) for rank in ranks],
-        "median": [_short(rank.median) for rank in ranks],
         "slowest": [_short(rank.slowest) for rank in ranks],
-        "deviation": [_short(rank.deviation) for rank in ranks],
         "split": {name: [_short(rank.split.get(name)) for rank in ranks] for name in splits},
         "gauges": {name: [_short(rank.notice.gauges.get(name)) for rank in ranks] for name in gauges},
         "stragglers": [asdict(straggler) for straggler in report.stragglers()],
@@ -473,7 +399,6 @@ def _columns(report: MeterReport) -> dict[str, Any]:
 
 
 def _short(value: float | None) -> float | None:
-    """Return a number with six digits; None if it isn't known."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.6g}")

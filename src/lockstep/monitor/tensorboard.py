@@ -1,10 +1,7 @@
-"""TensorBoard's event files.
+"""TensorBoard's event files: records of length, its checksum, an `Event`, its checksum.
 
-    run/tensorboard/events.out.tfevents.*     a file of records: length, its checksum, an `Event`, its checksum
-
-The messages are TensorBoard's own; the frame around them is written here, since TensorBoard's writer takes seconds to
-import, and loses its errors in a thread. A run that resumes begins a file with a `SessionLog`, for which TensorBoard
-drops the later steps of earlier files.
+TensorBoard's own writer takes seconds to import, and loses its errors in a thread. A resumed run begins a file with
+a `SessionLog`, for which TensorBoard drops the later steps of earlier files.
 """
 
 from __future__ import annotations
@@ -27,14 +24,7 @@ _numbers = itertools.count()
 
 
 class TensorBoard(Tracker):
-    """Writes an event file.
-
-    Args:
-        folder: of the file, which is made at the first event.
-
-    Attributes:
-        files: the event file, whose name is the one that TensorBoard looks for.
-    """
+    """Writes an event file in `folder`, with the first event."""
 
     def __init__(self, folder: Path) -> None:
         number = next(_numbers)  # distinguishes files of one process
@@ -62,7 +52,7 @@ class TensorBoard(Tracker):
         self.texts(step, {name: table.markdown(_TABLE_ROWS) for name, table in tables.items()})
 
     def _write(self, step: int, values: list[dict[str, Any]]) -> None:
-        """Write one event; the file begins with one that has its version."""
+        """Write one event; the file begins with its version."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
 

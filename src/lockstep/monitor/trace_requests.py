@@ -1,32 +1,24 @@
 """The updates that are traced, and how: from a config, or from a request while the run trains, a file in its folder.
 
-    steps: 10..21, active: 3, wait: 2, warmup: 1
+steps: 10..21, active: 3, wait: 2, warmup: 1
 
-    update   9         10 11 12   13 14   15        16 17 18   19 20   21
-             warmup    trace      wait    warmup    trace      wait    (too few for a third)
+update   9         10 11 12   13 14   15        16 17 18   19 20   21
+         warmup    trace      wait    warmup    trace      wait    (too few for a third)
 
-    lockstep profile RUN --> profile/request.json --> rank 0's thread --> announced to all ranks, Request.PROFILE
-                                                                          in the vote: all record the same updates
-
-No update touches the disk for it: a thread of the first rank looks every half second whether there is a request.
+lockstep profile RUN --> profile/request.json --> rank 0's thread --> announced to all ranks --> Request.PROFILE
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lockstep.config.training_sections import step_range
+from lockstep.config.training_sections import ProfileConfig, step_range
 from lockstep.core.files import read_bounded
 from lockstep.monitor.folder import LOCK
-
-if TYPE_CHECKING:
-    from lockstep.config.training_sections import ProfileConfig
 
 PROFILE = "profile"
 """The folder of a run's traces."""
@@ -40,12 +32,7 @@ _SECONDS_BETWEEN_LOOKS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The updates of one trace.
-
-    Attributes:
-        first, last: Numbers of the updates that are recorded, from 1.
-        warmup: Updates before, in which the profiler runs already.
-    """
+    """The updates of one trace, from 1; in `warmup` updates before, the profiler runs already."""
 
     first: int
     last: int
@@ -68,47 +55,9 @@ class Span:
         return Span(first, self.last, first - max(self.begin, next_update))
 
 
-@dataclass(frozen=True, slots=True)
-class TraceOptions:
-    """The content of a trace; see `ProfileConfig`.
-
-    Attributes:
-        ranks: Ranks that record; None: all.
-    """
-
-    ranks: tuple[int, ...] | None = (0,)
-    shapes: bool = True
-    memory: bool = True
-    stacks: bool = False
-    flops: bool = False
-
-    def includes(self, rank: int) -> bool:
-        return self.ranks is None or rank in self.ranks
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """A request for a trace of the next updates of a run that trains.
-
-    Attributes:
-        count: Number of updates to record.
-    """
-
-    count: int
-    warmup: int
-    options: TraceOptions
-
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> TraceRequest:
-        """Return the request. Raises ValueError, TypeError, KeyError."""
-        record = json.loads(data)
-        options = dict(record["options"])
-        ranks = options.pop("ranks")
-        ranks = None if ranks is None else tuple(map(int, ranks))
-        return cls(int(record["count"]), int(record["warmup"]), TraceOptions(ranks, **options))
+def includes(options: ProfileConfig, rank: int) -> bool:
+    """Return whether a rank records."""
+    return options.ranks == "all" or rank in options.ranks
 
 
 def spans_of(config: ProfileConfig) -> list[Span]:
@@ -122,33 +71,20 @@ def spans_of(config: ProfileConfig) -> list[Span]:
     return [Span(start, start + active - 1, min(config.warmup, start - 1)) for start in starts]
 
 
-def options_of(config: ProfileConfig) -> TraceOptions:
-    """Return what a config's traces have."""
-    ranks = None if config.ranks == "all" else tuple(config.ranks)
-    return TraceOptions(ranks, config.shapes, config.memory, config.stacks, config.flops)
-
-
-def next_free(step: int, request: TraceRequest, planned: Sequence[Span]) -> Span:
-    """Return the updates of a request from the vote of update `step`, after those that are planned."""
-    span = Span(
-        step + REQUEST_LEAD + request.warmup, step + REQUEST_LEAD + request.warmup + request.count - 1, request.warmup
-    )
+def next_free(step: int, request: ProfileConfig, planned: Sequence[Span]) -> Span:
+    """Return as many updates as a request has, from the vote of update `step`, after those that are planned."""
+    begin, (first, last) = step + REQUEST_LEAD, step_range(request.steps or 1)
+    length = last - first + 1
     for other in sorted(planned, key=lambda other: other.first):
-        if span.begin <= other.last and other.begin <= span.last:
-            first = other.last + 1 + request.warmup
-            span = Span(first, first + request.count - 1, request.warmup)
-    return span
+        if begin <= other.last and other.begin < begin + request.warmup + length:
+            begin = other.last + 1
+    return Span(begin + request.warmup, begin + request.warmup + length - 1, request.warmup)
 
 
 class RequestWatch:
-    """Takes requests from the run's folder, one after the other, in a thread of the first rank.
+    """Takes requests from the run's folder, in a thread of rank 0, while `is_own` says the folder is this run's."""
 
-    Args:
-        announce: Receives each request.
-        is_own: Returns whether the folder is still this run's.
-    """
-
-    def __init__(self, run: Path, announce: Callable[[TraceRequest], None], is_own: Callable[[], bool]) -> None:
+    def __init__(self, run: Path, announce: Callable[[bytes], None], is_own: Callable[[], bool]) -> None:
         self._lock = run / LOCK
         self._file = run / PROFILE / REQUEST
         self._announce = announce
@@ -173,11 +109,12 @@ class RequestWatch:
         while not self._ended.wait(_SECONDS_BETWEEN_LOOKS):
             try:
                 if not self.is_busy and self._is_own():
-                    request = TraceRequest.decode(read_bounded(self._file, _MAX_BYTES))
+                    request = read_bounded(self._file, _MAX_BYTES)
+                    ProfileConfig.model_validate_json(request)
                     self._file.unlink()
                     self.is_busy = True
                     self._announce(request)
-            except (OSError, ValueError, TypeError, KeyError):  # there is none, or none that is whole
+            except (OSError, ValueError):  # there is none, or none that is whole
                 continue
             except RuntimeError:  # the ranks' store has ended
                 return

@@ -1,38 +1,30 @@
-"""Passes reports to a tracker, and keeps its identifier, so that a resumed run continues the same record.
-
-RUN/trackers/wandb.json    {"run": "4f1c..."}    what the tracker's start returned
-RUN/trackers/              its own files, such as those of Weights & Biases without a network
-"""
+"""Passes reports to a tracker, and keeps its identifier, so that a resumed run continues the same record."""
 
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from lockstep.core.errors import Stopped
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
+from lockstep.core.files import write_atomically
 from lockstep.core.records import EvaluationReport, Request, RestartReport, RunInfo, SaveReport, StepReport
 from lockstep.core.tracking import TrackedRun, Tracker
+from lockstep.monitor.jsonl import read_object
 from lockstep.monitor.meters import Throughput, update_values
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, ReportWriter
 from lockstep.monitor.rank_meters import MeterReport, meter_values
-
-_log = logging.getLogger("lockstep.monitor")
 
 
 class TrackerMonitor(ReportWriter):
     """Turns reports into scalars, histograms, texts, images and tables, under the same names for all trackers.
 
     Args:
-        name: of the tracker among those of the run.
-        run: without the identifier of an earlier attempt, which is read from its folder.
-        checkpoint: returns the path or address of the checkpoint of a step.
-        every, seconds: between points: steps, and at least seconds.
+        checkpoint: Returns the path or address of the checkpoint of a step.
+        every, seconds: Between points: steps, and at least seconds.
     """
 
     def __init__(
@@ -57,7 +49,7 @@ class TrackerMonitor(ReportWriter):
     def start(self, info: RunInfo) -> None:
         self._facts = info
         Path(self._run.folder).mkdir(exist_ok=True)
-        known = _identifier(self._file)
+        known = read_object(self._file).get("run")
         identifier = self._tracker.start(replace(self._run, tracker_id=known, resumed_from=info.resumed_from))
         if identifier is not None and identifier != known:
             write_atomically(self._file, json.dumps({"run": identifier}) + "\n")
@@ -74,7 +66,7 @@ class TrackerMonitor(ReportWriter):
         return ()
 
     def _record(self) -> None:
-        """Record the last update, unless that was done."""
+        """Record the last update, once."""
         report, self._pending = self._pending, None
         if report is not None:
             self._next_seconds = report.seconds + self._seconds
@@ -113,15 +105,3 @@ class TrackerMonitor(ReportWriter):
         self._record()
         stopped = isinstance(error, Stopped | KeyboardInterrupt)
         self._tracker.finish(None if error is None else "stopped" if stopped else f"{type(error).__name__}: {error}")
-
-
-def _identifier(file: Path) -> str | None:
-    """Return what an earlier attempt has kept; None if there is none, or it can't be read."""
-    try:
-        value = json.loads(read_bounded(file, MAX_JSON_BYTES))["run"]
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        _log.warning("can't read %s, so that a new record begins: %r", file, error)
-        return None
-    return value if isinstance(value, str) else None

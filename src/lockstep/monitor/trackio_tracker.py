@@ -1,7 +1,6 @@
-"""trackio: metrics, histograms, texts, images, tables and the config in a SQLite file, without a network or an account.
+"""trackio: metrics, histograms, texts, images, tables and the config in a SQLite file; `trackio show` draws it.
 
-`trackio show --project lockstep` draws it. A resumed run continues the same trackio run; trackio keeps both points of a
-repeated step, and `run/attempt` distinguishes them: of two points of a step, the later one counts.
+A resumed run continues the same trackio run: of two points of a step, the later one (`run/attempt`) counts.
 """
 
 from __future__ import annotations
@@ -24,12 +23,7 @@ _log = logging.getLogger("lockstep.monitor")
 
 
 class TrackioTracker(Tracker):
-    """Records a run with trackio, in `TRACKIO_DIR`.
-
-    Args:
-        project: of the run.
-        arguments: further ones of `trackio.init`, such as `space_id` or `server_url`.
-    """
+    """Records a run with trackio, in `TRACKIO_DIR`; `arguments` are further ones of `trackio.init`."""
 
     def __init__(self, project: str = "lockstep", **arguments: Any) -> None:
         if find_spec("trackio") is None:
@@ -57,21 +51,16 @@ class TrackioTracker(Tracker):
         self._run = trackio.init(**options | self._arguments)
         return identifier
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._record(step, values)
+    def scalars(self, step: int, values: Mapping[str, Any]) -> None:
+        self._last_step = step
+        self._run.log({**values, "run/attempt": self._attempt}, step=step)
 
     def histograms(self, step: int, histograms: Mapping[str, Bins]) -> None:
-        self._record(
-            step,
-            {
-                name: self._trackio.Histogram(np_histogram=edges_and_counts(bins)[::-1])
-                for name, bins in histograms.items()
-                if bins
-            },
-        )
+        pairs = {name: edges_and_counts(bins)[::-1] for name, bins in histograms.items() if bins}
+        self.scalars(step, {name: self._trackio.Histogram(np_histogram=pair) for name, pair in pairs.items()})
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
-        self._record(step, {name: self._trackio.Markdown(text) for name, text in texts.items()})
+        self.scalars(step, {name: self._trackio.Markdown(text) for name, text in texts.items()})
 
     def images(self, step: int, images: Mapping[str, LoggedImage]) -> None:
         with TemporaryDirectory() as folder:
@@ -80,34 +69,26 @@ class TrackioTracker(Tracker):
                 file = Path(folder) / f"{file_name(name)}.png"
                 file.write_bytes(image.png())
                 values[name] = self._trackio.Image(file)
-            self._record(step, values)  # which copies the files
+            self.scalars(step, values)  # which copies the files
 
     def tables(self, step: int, tables: Mapping[str, LoggedTable]) -> None:
-        self._record(
-            step,
-            {
-                name: self._trackio.Table(columns=list(table.columns), data=[list(cells) for cells in table.rows])
-                for name, table in tables.items()
-            },
-        )
+        for name, table in tables.items():
+            rows = [list(cells) for cells in table.rows]
+            self.scalars(step, {name: self._trackio.Table(columns=list(table.columns), data=rows)})
 
     def checkpoint(self, step: int, reference: str) -> None:
-        self._record(step, {"checkpoint": reference})
+        self.scalars(step, {"checkpoint": reference})
 
     def rolled_back(self, step: int, attempt: int) -> None:
         self._attempt = attempt
-        self._record(step, {"run/resumed_from": step})
+        self.scalars(step, {"run/resumed_from": step})
 
     def finish(self, failure: str | None) -> None:
         if self._run is None:
             return
         if failure is not None:
-            self._record(self._last_step, {"run/failure": failure})
+            self.scalars(self._last_step, {"run/failure": failure})
         self._run.finish()
-
-    def _record(self, step: int, values: Mapping[str, Any]) -> None:
-        self._last_step = step
-        self._run.log({**values, "run/attempt": self._attempt}, step=step)
 
 
 def _quiet(*values: object, **options: object) -> None:

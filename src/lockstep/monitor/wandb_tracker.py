@@ -1,10 +1,8 @@
 """Weights & Biases.
 
 Without a network `mode: offline` writes files that `wandb sync RUN/trackers/wandb/offline-*` uploads; so does a run
-that W&B's server doesn't answer.
-
-W&B refuses steps that go back, as those of a resumed run do. So `step` is a metric of its own, which all others are
-drawn over, and `run/attempt` distinguishes the repeated points: of two points of a step, the later one counts.
+that W&B's server doesn't answer. W&B refuses steps that go back, as in a resumed run: so `step` is a metric of its own,
+and of two points of a step, the later one (`run/attempt`) counts.
 """
 
 from __future__ import annotations
@@ -29,9 +27,8 @@ class WandbTracker(Tracker):
     """Records a run with Weights & Biases.
 
     Args:
-        project: of the run.
         mode: `online` or `offline`; None: by WANDB_MODE.
-        arguments: further ones of `wandb.init`, such as `entity`, `group`, `tags`.
+        arguments: Further ones of `wandb.init`, such as `entity`, `group`, `tags`.
     """
 
     def __init__(self, project: str = "lockstep", mode: str | None = None, **arguments: Any) -> None:
@@ -70,57 +67,45 @@ class WandbTracker(Tracker):
             self._wandb.teardown()  # its process still has the run's identifier
             return self._wandb.init(**options | {"mode": "offline"})
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def scalars(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log({"step": step, "run/attempt": self._attempt, **values})
 
     def histograms(self, step: int, histograms: Mapping[str, Bins]) -> None:
-        row = {
-            name: self._wandb.Histogram(np_histogram=edges_and_counts(bins)[::-1])
-            for name, bins in histograms.items()
-            if bins
-        }
-        self._run.log({"step": step, "run/attempt": self._attempt, **row})
+        pairs = {name: edges_and_counts(bins)[::-1] for name, bins in histograms.items() if bins}
+        self.scalars(step, {name: self._wandb.Histogram(np_histogram=pair) for name, pair in pairs.items()})
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
         for name, text in texts.items():
-            table = self._wandb.Table(columns=["step", "text"], data=[[step, text]])
-            self._run.log({"step": step, "run/attempt": self._attempt, name: table})
+            self.scalars(step, {name: self._wandb.Table(columns=["step", "text"], data=[[step, text]])})
 
     def images(self, step: int, images: Mapping[str, LoggedImage]) -> None:
         if find_spec("PIL") is None:
-            self._warn_without_pillow()
+            if not self._warned:
+                _log.warning("Weights & Biases needs pillow for images, which are left out: %s", pip_install("wandb"))
+            self._warned = True
             return
         from PIL.Image import frombytes
 
         modes = {1: "L", 3: "RGB", 4: "RGBA"}
-        row = {
-            name: self._wandb.Image(frombytes(modes[image.channels], (image.width, image.height), image.pixels))
-            for name, image in images.items()
-        }
-        self._run.log({"step": step, "run/attempt": self._attempt, **row})
+        for name, image in images.items():
+            pixels = frombytes(modes[image.channels], (image.width, image.height), image.pixels)
+            self.scalars(step, {name: self._wandb.Image(pixels)})
 
     def tables(self, step: int, tables: Mapping[str, LoggedTable]) -> None:
-        row = {
-            name: self._wandb.Table(columns=list(table.columns), data=[list(cells) for cells in table.rows])
-            for name, table in tables.items()
-        }
-        self._run.log({"step": step, "run/attempt": self._attempt, **row})
+        for name, table in tables.items():
+            rows = [list(cells) for cells in table.rows]
+            self.scalars(step, {name: self._wandb.Table(columns=list(table.columns), data=rows)})
 
     def checkpoint(self, step: int, reference: str) -> None:
         self._run.summary["checkpoint"] = reference
 
     def rolled_back(self, step: int, attempt: int) -> None:
         self._attempt = attempt
-        self._run.log({"step": step, "run/attempt": attempt, "run/resumed_from": step})
+        self.scalars(step, {"run/resumed_from": step})
 
     def finish(self, failure: str | None) -> None:
         if self._run is not None:
             self._run.finish(exit_code=0 if failure is None else 1)
-
-    def _warn_without_pillow(self) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning("Weights & Biases needs pillow for images, which are left out: %s", pip_install("wandb"))
 
 
 def _silence_own_log() -> None:

@@ -1,7 +1,4 @@
-"""Explains traces: what limits the run, what to try, and what that is expected to gain.
-
-The share of a limit is what an update would save at most if the time that it names disappeared.
-"""
+"""Explains traces: what limits the run, and what to try."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import TYPE_CHECKING
 from lockstep.core import formatting
 from lockstep.core.formatting import short_time
 from lockstep.monitor.rank_meters import RankTimes, stragglers_of
-from lockstep.report.limits import COMMUNICATION_SHARE, CROWDED_SHARE, DATA_SHARE, SAVE_SHARE, Limit
+from lockstep.report.limits import Limit, crowded_limits, phase_limits, straggler_limit
 
 if TYPE_CHECKING:
     from lockstep.profiling.traces import DeviceUse, Trace
@@ -33,11 +30,11 @@ _RAISE_SIZES = "raise batch.global_size or batch.micro_size: an update exchanges
 
 
 def findings_of(traces: Sequence[Trace]) -> list[Limit]:
-    """Return what limits the updates that the traces are of, the largest gain first."""
+    """Return what limits the updates of the newest traces, the largest gain first."""
     first = max(trace.facts["first"] for trace in traces)
     newest = [trace for trace in traces if trace.facts["first"] == first]
     slowest = max(newest, key=lambda trace: trace.computing)
-    findings = [*_stragglers(newest), *_phases(slowest), *_host(slowest), *_communication(slowest, len(newest))]
+    findings = [*_stragglers(newest), *phase_limits(_waits(slowest), slowest.seconds), *_host(slowest)]
     if slowest.device is not None:
         findings += _device(slowest, slowest.device)
     return sorted(findings, key=lambda finding: -finding.share)
@@ -47,44 +44,18 @@ def _stragglers(traces: Sequence[Trace]) -> Iterator[Limit]:
     times = [RankTimes(trace.rank, str(trace.facts["host"]), trace.seconds, trace.split) for trace in traces]
     for slow in stragglers_of(times)[:1]:
         trace = next(trace for trace in traces if trace.rank == slow.rank)
-        yield Limit(
-            "straggler",
-            (1 - 1 / slow.ratio) * trace.computing / trace.seconds,
-            f"rank {slow.rank} on {slow.host} computes {slow.ratio:.1f} times as long as the median rank, "
-            f"in its {slow.phase}; the others wait for it",
-            "lockstep doctor on its host; see its clocks and other processes there; if it has more data, even it out",
-        )
+        yield straggler_limit(slow, (1 - 1 / slow.ratio) * trace.computing / trace.seconds)
 
 
-def _phases(trace: Trace) -> Iterator[Limit]:
-    waits = trace.split.get("data", 0.0) if trace.device is None else trace.device.stalled
-    data, save, who = waits / trace.seconds, trace.share("save"), "an update" if trace.device is None else "the GPU"
-    if data > DATA_SHARE:
-        yield Limit(
-            "data",
-            data,
-            f"{who} waits {short_time(waits)} for data in an update, {data:.0%} of its time",
-            "raise data.loader.workers, or prepare the samples once instead of in each epoch",
-        )
-    if save > SAVE_SHARE:
-        yield Limit(
-            "saves",
-            save,
-            f"an update waits {short_time(trace.split['save'])} for checkpoints, {save:.0%} of its time",
-            "save less often (checkpoint.every), or keep checkpoint.asynchronous: true",
-        )
+def _waits(trace: Trace) -> dict[str, float]:
+    """Return the seconds that an update waits; for other ranks only on a CPU: elsewhere it waits for the GPU, too."""
+    if trace.device is not None:
+        return {"data": trace.device.stalled, "save": trace.split.get("save", 0.0)}
+    return {phase: trace.split.get(phase, 0.0) for phase in ("data", "save", "communication")}
 
 
 def _host(trace: Trace) -> Iterator[Limit]:
-    if trace.queued > CROWDED_SHARE * trace.seconds:
-        yield Limit(
-            "crowded host",
-            trace.queued / trace.seconds,
-            f"an update waits {short_time(trace.queued)} for a core that other threads and processes have, "
-            f"{trace.queued / trace.seconds:.0%} of its time",
-            "end the other processes (top shows them), ask the scheduler for more cores, or start fewer ranks, loader "
-            "workers and threads (OMP_NUM_THREADS) on the host",
-        )
+    yield from crowded_limits("an update", trace.queued / trace.seconds)
     if trace.reads > _MANY_READS:
         reading = (each.seconds for each in trace.operators if each.name in ("aten::item", "aten::_local_scalar_dense"))
         yield Limit(
@@ -116,24 +87,6 @@ def _host(trace: Trace) -> Iterator[Limit]:
         )
 
 
-def _communication(trace: Trace, traced: int) -> Iterator[Limit]:
-    share = trace.share("communication")
-    if share <= COMMUNICATION_SHARE or trace.device is not None:  # there, the host waits for all work of the GPU
-        return
-    alone = traced < int(trace.facts["ranks"])
-    waits = short_time(trace.split["communication"])
-    yield Limit(
-        "communication",
-        share,
-        f"an update waits {waits} for other ranks, {share:.0%} of its time{_hidden(trace)}",
-        "trace all ranks (--ranks all), to see whether one of them is slow" if alone else _RAISE_SIZES,
-    )
-
-
-def _hidden(trace: Trace) -> str:
-    return "" if trace.overlap is None else f"; {trace.overlap:.0%} of the collectives' time is hidden"
-
-
 def _device(trace: Trace, device: DeviceUse) -> Iterator[Limit]:
     exposed, idle = device.exposed / trace.seconds, max(0.0, device.idle - device.stalled)
     if exposed > _NOTABLE:
@@ -141,7 +94,7 @@ def _device(trace: Trace, device: DeviceUse) -> Iterator[Limit]:
             "communication",
             exposed,
             f"the GPU computes nothing for {short_time(device.exposed)} of an update while it communicates, "
-            f"{exposed:.0%} of its time{_hidden(trace)}",
+            f"{exposed:.0%} of its time",
             f"{_RAISE_SIZES}; lockstep doctor --ranks N measures the links",
         )
     if idle > _IDLE * trace.seconds:
@@ -165,7 +118,7 @@ def _device(trace: Trace, device: DeviceUse) -> Iterator[Limit]:
 
 
 def _waits_for_launches(device: DeviceUse) -> bool:
-    """Return whether kernels start as soon as they are launched, so that a GPU that is idle waits for the host."""
+    """Return whether kernels start as soon as they are launched: a GPU that is idle then waits for the host."""
     return device.delay < _SHORT_DELAY_S
 
 
@@ -173,7 +126,7 @@ def _waits_for_launches(device: DeviceUse) -> bool:
 
 
 def summary_lines(traces: Sequence[Trace]) -> Iterator[str]:
-    """Yield the summary of a run's traces: each rank's time, operators and collectives, then the findings."""
+    """Yield each rank's time and collectives, operators of the slowest rank, then the findings."""
     for trace in traces:
         facts = trace.facts
         of = f" {facts['first']:,}" if facts["first"] == facts["last"] else f"s {facts['first']:,} to {facts['last']:,}"

@@ -1,10 +1,6 @@
 """Measures the data loader alone: what a sample costs, and how many samples a second N workers deliver.
 
-    cost       micro-batches in this process, their items timed              mean, 95th percentile, slowest sample
-    settings   0 workers, 1, 2, 4 ... CPUs of a rank: first micro-batch | those prefetched | timed
-
-Dataset, collate, order and micro-batches are those of the run's first rank. Each setting continues where the last has
-stopped, so that none gets samples that another one has brought into the system's memory.
+Each setting of workers continues where the last one stopped, so that none gets samples from the system's cache.
 """
 
 from __future__ import annotations
@@ -43,24 +39,20 @@ if TYPE_CHECKING:
 
 _SPARE = 1.1  # times as many samples as the updates need, which workers should deliver
 _COST_SHARE = 0.2  # of the time
-_PAYS = 1.05  # times as fast as fewer workers
-_UNPAID = 2  # settings that don't pay, after which no larger one is measured
 _ENOUGH = 0.9  # of the fastest setting
 _UNNOTICED = 20.0  # times what they need, if the rank reads itself and computes nothing meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class SampleCost:
-    """The time that a sample takes in one process.
+    """The seconds that a sample takes in one process.
 
     Attributes:
         samples: Number that were read.
-        mean: Seconds, with its part of what is done for its micro-batch, such as the collate.
-        slow: 95th percentile of a sample's seconds; of those of a micro-batch by samples, if `by_sample` is False.
-        slowest: The longest of these.
+        mean: With its part of its micro-batch's collate.
+        slow, slowest: 95th percentile and longest, of a sample or, unless `by_sample`, of the mean of a micro-batch.
         slowest_index: Of that sample, or of the first in that micro-batch.
-        by_sample: Whether single samples could be timed, without their collate.
-        stages: Shares of the time; empty if none can be seen.
+        stages: Shares of the time; may be empty.
     """
 
     samples: int
@@ -74,12 +66,7 @@ class SampleCost:
 
 @dataclass(frozen=True, slots=True)
 class LoaderSpeed:
-    """The speed of the loader with a number of workers.
-
-    Attributes:
-        samples, tokens: Per second.
-        first: Seconds until the first micro-batch, with the start of the workers.
-    """
+    """Samples and tokens per second with a number of workers, and seconds until the first micro-batch."""
 
     workers: int
     samples: float
@@ -92,16 +79,13 @@ class DataProfile:
     """The profile of a rank's loader.
 
     Attributes:
-        kind: Of the data.
         samples: Of an epoch.
         micro_size: Samples that are fetched at once.
-        cpus: Of this machine.
-        ranks: On this machine, which share the CPUs.
+        ranks: Of this machine, which share its CPUs.
         configured: Number of workers in the config.
-        unmeasured: Why no setting, or not all, were measured; may be empty.
+        unmeasured: Why not all settings were measured; may be empty.
         needed: Samples per second that the rank's updates need; None: unknown.
         recommended: Number of workers; None: no setting was measured.
-        reason: Why it is recommended.
     """
 
     kind: str
@@ -121,11 +105,10 @@ class DataProfile:
 def profile_data(
     loaded: LoadedConfig, seconds: float, update_seconds: float | None, *, trust_remote_code: bool
 ) -> DataProfile:
-    """Measure the loader of a run's first rank.
+    """Measure the loader of a run's first rank, for `seconds` after opening the data.
 
     Args:
-        seconds: For all measurements; opening the data comes before.
-        update_seconds: What an update takes without waiting for data, if that is known.
+        update_seconds: What an update takes without waiting for data; None: unknown.
 
     Raises:
         ConfigError: The config can't be run, or there are no samples.
@@ -158,7 +141,7 @@ def profile_data(
 
 
 def update_seconds(paths: Iterable[Path]) -> float | None:
-    """Return what an update of the last path that is a run takes without waiting for data; None: no run has it."""
+    """Return what an update of the last run takes without waiting for data; None: unknown."""
     known = None
     for path in paths:
         if is_run(path) and (split := read_rank_history(path).split()):
@@ -167,7 +150,7 @@ def update_seconds(paths: Iterable[Path]) -> float | None:
 
 
 def settings(cpus: int, configured: int) -> list[int]:
-    """Return the numbers of workers to measure: 0, 1, 2, 4 ... up to the CPUs of a rank, and the configured one."""
+    """Return the numbers of workers to measure: 0, 1, 2, 4 ..., the CPUs of a rank, and the configured one."""
     most = max(1, cpus)
     powers = [2**power for power in range(most.bit_length())]
     return sorted({0, *powers, most, configured})
@@ -181,13 +164,10 @@ def recommend(speeds: Sequence[LoaderSpeed], needed: float | None) -> tuple[int 
     if needed is not None:
         keeps_up = (each for each in speeds if each.samples >= needed * (_SPARE if each.workers else _UNNOTICED))
         if (speed := next(keeps_up, None)) is not None:
-            ratio = speed.samples / needed
-            return speed.workers, f"the fewest that keep up: {ratio:.1f} times what the model's updates need"
-        missing = ": samples must get cheaper, or be prepared once" if best.samples < needed else ""
-        return best.workers, f"the fastest: {best.samples / needed:.1f} times what the model's updates need{missing}"
+            return speed.workers, f"the fewest that keep up: {speed.samples / needed:.1f} times what updates need"
+        return best.workers, f"the fastest: {best.samples / needed:.1f} times what updates need"
     fewest = next(speed for speed in speeds if speed.samples >= _ENOUGH * best.samples)
-    whose = "the fastest" if fewest is best else f"within {1 - _ENOUGH:.0%} of the fastest ({best.workers})"
-    return fewest.workers, whose
+    return fewest.workers, f"the fewest within {1 - _ENOUGH:.0%} of the fastest"
 
 
 # --- the run's data -----------------------------------------------------------------------------------------------
@@ -202,16 +182,16 @@ class _OpenedData:
 
     @property
     def per_update(self) -> float:
-        """Samples of the first rank in an update."""
+        """Samples of a rank in an update."""
         return self.plan.batch.global_size / self.plan.mesh.shares
 
     def after(self, read: int) -> Progress:
-        """Return the progress at the next update after the first rank has read N samples."""
+        """Return the progress at the next update after a rank has read N samples."""
         steps = math.ceil(read / self.per_update)
         return Progress(steps, steps * self.plan.batch.global_size)
 
     def loader(self, options: Loader) -> TrainingLoader:
-        """Return the first rank's loader, which leaves samples on the CPU."""
+        """Return the first rank's loader, on the CPU."""
         config = self.config
         return TrainingLoader(
             self.source,
@@ -227,7 +207,7 @@ class _OpenedData:
 
 
 def _opened(config: Config, given: UserObjects) -> _OpenedData:
-    """Open the data as a run does, with a model that has no values."""
+    """Open the data as a run does, with a model without values."""
     alone = config.model_copy(update={"data": config.data.model_copy(update={"evaluation": {}})})
     own = users_model(config, given)
     sources = open_sources(alone, given, own)
@@ -274,24 +254,18 @@ def _cost(data: _OpenedData, seconds: float) -> SampleCost:
 
 
 def _measured(data: _OpenedData, numbers: Sequence[int], end: float, cost: SampleCost) -> tuple[list[LoaderSpeed], str]:
-    """Return the speeds of the settings, up to those that don't pay, and why others are missing."""
+    """Return the speeds of the settings, and why some are missing."""
     speeds: list[LoaderSpeed] = []
-    best, unpaid, read = 0.0, 0, cost.samples
+    read = cost.samples
     micro_batch = cost.mean * data.plan.batch.micro_size
     for place, number in enumerate(numbers):
         share = (end - time.perf_counter()) / (len(numbers) - place)
         if micro_batch > share:
             rest = ", ".join(map(str, numbers[place:]))
-            return speeds, (
-                f"not measured with {rest} workers: a micro-batch takes {micro_batch:.3g} s, longer than the "
-                f"{max(share, 0):.3g} s for each; give more --seconds"
-            )
-        if unpaid >= _UNPAID and number != data.config.data.loader.workers:
-            continue
+            return speeds, f"not measured with {rest} workers: a micro-batch takes {micro_batch:.3g} s; raise --seconds"
         speed, more = _speed(data, number, share, data.after(read))
         speeds.append(speed)
-        unpaid = 0 if speed.samples > _PAYS * best else unpaid + 1
-        best, read = max(best, speed.samples), read + more
+        read += more
     return speeds, ""
 
 
@@ -320,17 +294,17 @@ def _speed(data: _OpenedData, workers: int, seconds: float, progress: Progress) 
 
 
 def data_lines(profile: DataProfile) -> Iterator[str]:
-    """Yield the profile for people: what a sample costs, a table of settings, the recommendation."""
+    """Yield the profile for people."""
     shared = f", shared by {profile.ranks:,} ranks" if profile.ranks > 1 else ""
     yield (
         f"data of kind {profile.kind}, {profile.samples:,} samples, in micro-batches of {profile.micro_size:,}; "
         f"{formatting.counted(profile.cpus, 'CPU')}{shared}"
     )
     cost = profile.cost
-    which = f"sample {cost.slowest_index}" if cost.by_sample else f"in the micro-batch from sample {cost.slowest_index}"
+    which = "" if cost.by_sample else "in the micro-batch from "
     yield (
-        f"a sample: {short_time(cost.mean)} on average with its part of its micro-batch, over {cost.samples:,}; 95 % "
-        f"take at most {short_time(cost.slow)}; the slowest, {which}, {short_time(cost.slowest)}"
+        f"a sample: {short_time(cost.mean)} on average, over {cost.samples:,}; 95 % take at most "
+        f"{short_time(cost.slow)}; the slowest, {which}sample {cost.slowest_index}, {short_time(cost.slowest)}"
     )
     if cost.stages:
         yield "the time: " + ", ".join(f"{name} {share:.0%}" for name, share in cost.stages.items())

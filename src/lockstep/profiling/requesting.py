@@ -1,43 +1,36 @@
-"""Asks a run that trains for traces of its next updates, from any host that shares its folder.
-
-RUN/profile/request.json --> the run takes it --> a new file of each rank, one after the other
-"""
+"""Asks a run that trains for traces of its next updates, by RUN/profile/request.json."""
 
 from __future__ import annotations
 
-import os
 import time
-import uuid
 from pathlib import Path
 
+from lockstep.config.training_sections import ProfileConfig
 from lockstep.core.errors import RunFailed
 from lockstep.core.formatting import counted
 from lockstep.monitor.attempts import is_running, read_attempts
-from lockstep.monitor.trace_requests import PROFILE, REQUEST, TRACE_SUFFIX, TraceOptions, TraceRequest
+from lockstep.monitor.trace_requests import PROFILE, REQUEST, TRACE_SUFFIX
 
 _POLL_S = 0.2
 _GRACE_S = 5.0  # for files of a run that has ended
 
 
-def request_traces(run: Path, steps: int, options: TraceOptions, seconds: float) -> list[Path]:
-    """Let a run that trains record its next updates, and return the files.
-
-    Args:
-        seconds: To wait for them.
+def request_traces(run: Path, options: ProfileConfig, seconds: float) -> list[Path]:
+    """Let a run that trains record its next updates, as many as `options.steps` has, and return the files.
 
     Raises:
-        RunFailed: It hasn't such ranks, ends meanwhile, or the files don't come in time.
+        RunFailed: It doesn't have such ranks, ends meanwhile, or the files don't come within `seconds`.
     """
     attempts = read_attempts(run)
     if not attempts:
         raise RunFailed(f"the run in {run} has not begun its first update: ask again when it trains")
     size = int(attempts[-1].number("ranks") or 1)
-    ranks = range(size) if options.ranks is None else options.ranks
+    ranks = range(size) if options.ranks == "all" else options.ranks
     if missing := [rank for rank in ranks if rank >= size]:
         raise RunFailed(f"{run} records no trace: the run has {counted(size, 'rank')}, and no rank {missing[0]}")
     before = {rank: _newest(run, rank) for rank in ranks}
     request = run / PROFILE / REQUEST
-    _write(request, TraceRequest(steps, 1, options).encode())
+    _write(request, options.model_dump_json().encode())
     try:
         return _wait_for_files(run, before, seconds)
     finally:
@@ -45,7 +38,6 @@ def request_traces(run: Path, steps: int, options: TraceOptions, seconds: float)
 
 
 def _newest(run: Path, rank: int) -> tuple[int, Path] | None:
-    """Return when the newest trace of a rank was written, and its file; None: there is none."""
     files = (run / PROFILE).glob(f"rank{rank}.*{TRACE_SUFFIX}")
     return max(((file.stat().st_mtime_ns, file) for file in files), default=None)
 
@@ -53,12 +45,8 @@ def _newest(run: Path, rank: int) -> tuple[int, Path] | None:
 def _write(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(exist_ok=True)
-        part = path.with_name(f"{uuid.uuid4().hex}.part")
-        part.write_bytes(content)
-        try:
-            os.link(part, path)
-        finally:
-            part.unlink()
+        with path.open("xb") as file:  # the run ignores it until it is whole
+            file.write(content)
     except FileExistsError:
         raise RunFailed(f"another request is waiting in {path}; delete it if its command has ended") from None
     except OSError as error:

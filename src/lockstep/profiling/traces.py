@@ -1,12 +1,7 @@
 """Reads traces: the phases of the clock, the operators of torch, the collectives, the kernels of a GPU.
 
-    rank0.10.pt.trace.json.gz --> Trace: per update, seconds by phase, operators by their own time, reads by the host,
-                                         collectives with bytes and bus bandwidth, busy time of the device
-
-A phase has what begins in it on any thread of the host. No torch is needed. What a GPU does:
-
-    host    cudaLaunchKernel (correlation 7) ... cudaStreamSynchronize
-    GPU              delay  | kernel (correlation 7) | idle |  ncclDevKernel_AllReduce (exposed where nothing computes)
+host    cudaLaunchKernel (correlation 7) ... cudaStreamSynchronize
+GPU              delay  | kernel (correlation 7) | idle |  ncclDevKernel_AllReduce (exposed where nothing computes)
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the intervals in order, with those that overlap or touch merged."""
+    """Return the intervals in order, merged where they overlap or touch."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -43,7 +38,6 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Return the sum of the lengths."""
     return sum(end - begin for begin, end in intervals)
 
 
@@ -101,16 +95,15 @@ class CollectiveUse:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """The use of a GPU; seconds are those of an update.
+    """The use of a GPU, in seconds of an update.
 
     Attributes:
         busy: Share of the time in which it computes.
-        idle: Seconds in which it does nothing, not even communicate or copy.
-        stalled: Of these, seconds in which the host waits for data.
-        exposed: Seconds in which it communicates and computes nothing.
-        delay: Seconds from a kernel's launch to its start, the median: short if the GPU waits for the host.
-        syncs: Calls in forward and backward for which the host waits until the GPU has done its work.
-        sync_seconds: Seconds that the host waits in them.
+        idle: It does nothing, not even communicate or copy.
+        stalled: It is idle while the host waits for data.
+        exposed: It communicates and computes nothing.
+        delay: Median from a kernel's launch to its start: short if the GPU waits for the host.
+        syncs: Calls in forward and backward in which the host waits for the GPU, `sync_seconds` in all.
     """
 
     busy: float
@@ -128,15 +121,12 @@ class Trace:
 
     Attributes:
         facts: The object "lockstep" of the file.
-        seconds: Of an update.
-        split: Seconds by phase.
-        operators: By their own seconds, the longest first; on a GPU, by those of their kernels.
+        seconds: Of an update; `split` by phase.
+        operators: By their own seconds, or their kernels', the longest first.
         calls: Number of operators that call no others.
-        small: Seconds of those that usually take less than 20 us, and between operators that follow each other closely.
-        outside: Seconds by phase in which the host runs no operator for longer than between those that follow closely;
-            on a GPU, those in which it has nothing to do, either.
-        reads: Times that forward and backward wait for a number of a tensor on the host.
-        device: The use of the GPU; None: there is none.
+        small: Seconds of those that usually take less than 20 us, with the short gaps between operators.
+        outside: Seconds by phase in longer gaps; on a GPU, only where it is idle, too.
+        reads: Times that forward and backward read a tensor's number on the host.
         overlap: Share of the collectives' time that is hidden behind computation; None: there are none.
     """
 
@@ -159,7 +149,6 @@ class Trace:
         return int(self.facts["rank"])
 
     def share(self, phase: str) -> float:
-        """Return the share of an update that a phase takes."""
         return self.split.get(phase, 0.0) / self.seconds
 
     @property
@@ -294,7 +283,7 @@ def _outside(calls: Iterable[Event], spans: Mapping[str, Sequence[Interval]]) ->
 
 
 def _collectives(events: Iterable[Event], count: int, ranks: int) -> list[CollectiveUse]:
-    """Return what NCCL's and gloo's collectives exchange; one is as long as its event, of a kernel if there is one."""
+    """Return what NCCL's and gloo's collectives exchange."""
     uses: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     kernels: dict[str, float] = defaultdict(float)
     for event in events:
@@ -329,7 +318,7 @@ def _size(dims: Any, kind: str) -> float:
 
 
 def _overlap(events: Sequence[Event], computing: Sequence[Event], phases: Sequence[tuple[float, str]]) -> float | None:
-    """Return the share of the collectives' time in which the GPU, or without one this rank's thread, computes."""
+    """Return the share of the collectives' time in which the GPU, or else this rank's thread, computes."""
     kernels = [event for event in events if event.get("cat") in _KERNELS and _is_communication(event)]
     collectives = union(map(_interval_of, kernels or [event for event in events if event["name"].startswith("gloo:")]))
     if not collectives:
@@ -347,18 +336,13 @@ def _overlap(events: Sequence[Event], computing: Sequence[Event], phases: Sequen
 
 
 def _is_communication(event: Event) -> bool:
-    """Return whether a kernel is one of NCCL's, or of RCCL's, which has the same names."""
     return "nccl" in event["name"].lower()
 
 
 def _device_use(
     events: Sequence[Event], whole: Interval, count: int, phases: Mapping[str, Sequence[Interval]]
 ) -> DeviceUse | None:
-    """Return the use of the GPU over N updates; None if the trace has no kernel.
-
-    Args:
-        phases: When the host was in each phase.
-    """
+    """Return the use of the GPU over N updates; None if the trace has no kernel. `phases` are the host's."""
     kernels = [event for event in events if event.get("cat") in _KERNELS]
     if not kernels:
         return None

@@ -1,6 +1,6 @@
 """Line charts over steps, as SVG: numbers in, markup out. `chart.html` has the elements.
 
-             ▼ restarted                           above: restarts; hanging there: discarded updates
+             ▼                                     above: restarts; hanging there: discarded updates
     5.0  .___:______'_'___________________
          |`. :  |                                  thin: values, thinned out; thick: their running median
     2.5  |  `:--|-----:._____-------------
@@ -8,14 +8,14 @@
           ' ' ' ' ' ' ' ' ' ' ' ' ' ' ' '          below: a tick for each save
     step 0       100      200      300
 
-The svg has no viewBox: heights are pixels, places along the steps are percents of the width, and only the curves are
-in a frame that is stretched. So letters and strokes keep their size on a phone.
+Without a viewBox, heights are pixels and places along the steps are percents of the width; only the curves are in a
+stretched frame. So letters and strokes keep their size on a phone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,12 +29,10 @@ Unit = Literal["plain", "percent", "rate"]
 
 _COLORS = 6
 _ROWS = 10  # of the table of a chart
-_DOTTED = 25  # values up to which each gets a dot
 _SLOTS = 500  # places along a chart at which a mark can stand
 _TOP, _BOTTOM = 16, 26  # pixels above and below the plot
 _STRETCH = 1000  # width of the stretched frame, in its own units
 _LEFT_EDGE = 0.04  # of the width, where a label would run into the word "step"
-_LABEL_WIDTH = 0.16  # of the width, for the label of a restart
 _STEEP = 20.0  # largest value over the median from which on a logarithmic scale shows more
 _NEAR_ZERO = 0.35  # lowest value over the largest up to which the axis begins at zero
 _DECADES = 12  # of a logarithmic scale, at most
@@ -45,11 +43,7 @@ _DECADES = 12  # of a logarithmic scale, at most
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """An axis from `low` at the bottom to `high` at the top.
-
-    Attributes:
-        step: between its ticks; None on a logarithmic scale.
-    """
+    """An axis from `low` to `high`, with ticks every `step`; None: logarithmic."""
 
     low: float
     high: float
@@ -67,13 +61,8 @@ class Scale:
         return np.asarray((inside - self.low) / (self.high - self.low))
 
 
-def fitted(
-    values: Numbers, *, from_zero: bool = False, may_be_logarithmic: bool = False, most: float = math.inf
-) -> Scale:
-    """Return a scale that shows all values: at least one, all finite.
-
-    It begins at a tick, and ends at one or half a step beyond; at `most` if no value is larger.
-    """
+def fitted(values: Numbers, *, from_zero: bool = False, may_be_logarithmic: bool = False) -> Scale:
+    """Return a scale that shows all values, at least one and all finite; it begins at a tick."""
     low, high = float(values.min()), float(values.max())
     if may_be_logarithmic and low > 0 and high > _STEEP * float(np.median(values)):
         low = max(low, high * 10.0**-_DECADES)
@@ -87,7 +76,7 @@ def fitted(
         low = min(low, 0.0)
     if high - low <= 1e-6 * max(abs(low), abs(high)):  # all alike: in the middle
         margin = abs(high) / 2 or 1.0
-        low, high = low - margin, high + margin if high > most else min(high + margin, most)
+        low, high = low - margin, high + margin
     step = _round_step(high - low, 4)
     return Scale(step * math.floor(low / step + 1e-6), step * math.ceil(2 * high / step - 1e-6) / 2, step)
 
@@ -120,18 +109,13 @@ def value_text(value: float, unit: Unit) -> str:
 
 
 def tick_labels(values: Sequence[float], unit: Unit) -> list[str]:
-    """Return labels as short as they can be while no two are the same: 0.5, 1.0; 2,500; 20k; 3e-4; 98 %."""
+    """Return short labels: 0.5; 2,500; 20k; 98 %."""
     if unit == "percent":
         return [label + " %" for label in tick_labels([100 * value for value in values], "plain")]
     short = [_trimmed(formatting.short(value)) for value in values]
     if max(map(abs, values), default=0.0) >= 10_000 and len(set(short)) == len(short):
         return short
-    nine_digits = [f"{value:.9g}" for value in values]
-    decimals = max((len(text.partition(".")[2]) for text in nine_digits), default=0)
-    is_even = len(values) < 3 or math.isclose(values[1] - values[0], values[-1] - values[-2], rel_tol=1e-6)
-    if decimals <= 4 and is_even and not any("e" in text for text in nine_digits):
-        return [f"{value:,.{decimals}f}" if value else "0" for value in values]
-    return [_brief(value) for value in values]
+    return [f"{value:,.9g}" for value in values]
 
 
 def _round_step(length: float, number: int) -> float:
@@ -139,14 +123,6 @@ def _round_step(length: float, number: int) -> float:
     rough = length / number
     power = 10.0 ** math.floor(math.log10(rough))
     return float(min((factor * power for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / rough))))
-
-
-def _brief(value: float) -> str:
-    """Return 3e-4, not 0.0003 or 3e-04."""
-    if value == 0 or abs(value) >= 1e-3:
-        return f"{value:,.9g}"
-    mantissa, power = f"{value:.8e}".split("e")
-    return f"{_trimmed(mantissa)}e{int(power)}"
 
 
 def _trimmed(text: str) -> str:
@@ -160,9 +136,9 @@ def _trimmed(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Steps at which something happened; restarts with their labels, rollbacks with the step reached before."""
+    """Steps at which something happened; of rollbacks the first and the last step."""
 
-    restarts: Mapping[int, str] = field(default_factory=dict)
+    restarts: Sequence[int] = ()
     discarded: Sequence[int] = ()
     saves: Sequence[int] = ()
     failed_saves: Sequence[int] = ()
@@ -175,11 +151,11 @@ class Chart:
     """One chart.
 
     Attributes:
-        title: what is shown; `finding` states what there is to see.
-        series: at least one, each with a finite value.
-        first: the step at the left edge; `last` at the right.
-        is_large: over the whole width, with labels beside its restarts.
-        remarks: on how it is drawn.
+        finding: What there is to see, in a sentence.
+        series: At least one, each with a finite value.
+        first, last: The steps at the left and the right edge.
+        is_large: Over the whole width of the page.
+        remarks: On how it is drawn.
     """
 
     title: str
@@ -195,7 +171,6 @@ class Chart:
 
     @property
     def height(self) -> int:
-        """Pixels."""
         return 340 if self.is_large else 200
 
     @property
@@ -219,20 +194,16 @@ class Chart:
 
     @property
     def last_step(self) -> int:
-        """The step of the newest value."""
         return max(int(series.known_steps[-1]) for series in self.series)
 
     @property
     def notes(self) -> list[str]:
-        """Remarks on how the chart is drawn."""
         notes = [*self.remarks, *(["Logarithmic scale."] if self.scale.is_logarithmic else [])]
         for series in self.series:
             if series.is_smoothed:
                 notes.append(f"Thin: as logged. Thick: running median of {series.window:,} values.")
             if missing := len(series.values) - len(series.known):
-                of = f" of {series.name}" if len(self.series) > 1 else ""
-                verb = f"value{of} is" if missing == 1 else f"values{of} are"
-                notes.append(f"{missing:,} {verb} not finite: a gap, shaded.")
+                notes.append(f"Not finite, shaded: {formatting.counted(missing, 'value')} of {series.name}.")
         return notes
 
     def along(self, steps: Numbers) -> Numbers:
@@ -280,9 +251,8 @@ def draw(chart: Chart) -> str:
         ],
         gap=_gap_path(chart),
         curves=[curve for series in drawn_first_last for curve in _curves(chart, series)],
-        dots=[dot for series in drawn_first_last for dot in _dots(chart, series)],
         marks=_mark_lines(chart),
-        restarts=_restart_lines(chart),
+        restarts=_distinct_places(chart, chart.marks.restarts),
         rollbacks=_rollback_bands(chart),
     )
 
@@ -317,16 +287,6 @@ def _path(chart: Chart, steps: Numbers, values: Numbers) -> str:
     return "".join(parts)
 
 
-def _dots(chart: Chart, series: Series) -> list[tuple[str, str, str]]:
-    """Return class and place of a dot on every value if there are few, otherwise on the last one."""
-    chosen = slice(None) if len(series.known) <= _DOTTED else slice(-1, None)
-    places, heights = chart.along(series.known_steps[chosen]), chart.down(series.known[chosen])
-    return [
-        (color_class(series), _percent(place), _short(_TOP + height))
-        for place, height in zip(places, heights, strict=True)
-    ]
-
-
 def _gap_path(chart: Chart) -> str:
     """Return a shade over each stretch of values that aren't finite, by its stroke at least two pixels wide."""
     stretches = {
@@ -350,17 +310,6 @@ def _mark_lines(chart: Chart) -> list[tuple[str, str, int, int]]:
         )
         for place in _distinct_places(chart, marked)
     ]
-
-
-def _restart_lines(chart: Chart) -> list[tuple[str, str]]:
-    """Return place and label of each restart; no label where there is no space for it."""
-    free_from, restarts = 0.0, []
-    for step, label in chart.marks.restarts.items():
-        place = float(chart.along(np.array(step, dtype=float)))
-        is_labeled = chart.is_large and free_from <= place <= 1 - _LABEL_WIDTH
-        free_from = place + _LABEL_WIDTH if is_labeled else free_from
-        restarts.append((_percent(place), label if is_labeled else ""))
-    return restarts
 
 
 def _rollback_bands(chart: Chart) -> list[tuple[str, str]]:

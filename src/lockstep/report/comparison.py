@@ -1,11 +1,6 @@
-"""Compares runs: their final figures, how their configs differ, what differs from seed to seed, and their curves.
+"""Compares runs: final figures, differences of their configs, figures over seeds, and curves.
 
-    folders --read_run--> ComparedRun --> final figures, side by side
-                                      --> differences   dotted keys of configs that aren't the same everywhere
-                                      --> RunGroup      configs equal but for seed and folder: mean and deviation
-                                      --> charts        a line each run, in the color of its group
-
-`text` makes tables for a terminal, `write_comparison` one page from compare.html, which extends page.html.
+Runs whose configs are equal but for seed and folder are a group, with one color and mean and deviation of its figures.
 """
 
 from __future__ import annotations
@@ -14,8 +9,7 @@ import json
 import math
 import os
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,14 +19,14 @@ import numpy as np
 from lockstep import __version__
 from lockstep.core import formatting
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.core.files import write_atomically
 from lockstep.core.secrets import hidden_setting
 from lockstep.core.terminal import plain_line
 from lockstep.monitor.goodput import goodput
+from lockstep.monitor.jsonl import as_number
 from lockstep.report import facts
 from lockstep.report.charts import Chart, Unit, color_class, draw, fitted, value_text
 from lockstep.report.curves import capitalized, median_speed, speed, throughput, unit_of, utilization
-from lockstep.report.html import render
+from lockstep.report.html import render, write_page
 from lockstep.report.page import check_run
 from lockstep.report.rank_history import RankHistory, read_rank_history
 from lockstep.report.run_data import RunData, read_run
@@ -57,14 +51,13 @@ Kind = Literal["value", "percent", "seconds", "rate", "bytes", "count"]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A final figure of a run; its value may be NaN, as a loss is."""
+    """A final figure of a run; a loss may be NaN."""
 
     value: float
     kind: Kind
 
     @property
     def text(self) -> str:
-        """The figure as people read it."""
         if not math.isfinite(self.value):
             return "not finite"
         if self.kind == "seconds":
@@ -81,11 +74,11 @@ class ComparedRun:
     """A run in a comparison.
 
     Attributes:
-        label: Its name, which no other run of the comparison has.
+        label: Unique in the comparison.
         place: Its folder.
         state: What it does, such as `running`.
         settings: Its config, flat: text by dotted key; empty if it can't be read.
-        figures: By name, in their order; those that aren't known are left out.
+        figures: Those that are known, by name.
     """
 
     data: RunData
@@ -102,8 +95,8 @@ class RunGroup:
     """Runs whose configs are equal but for the seed and the folder.
 
     Attributes:
-        name: What distinguishes it from the other groups.
-        figures: Mean, deviation (of a sample; NaN if there is only one) and number of runs, by name.
+        name: The settings in which it differs from the other groups.
+        figures: Mean, sample deviation (NaN of a single run) and number of runs, by name.
     """
 
     runs: tuple[ComparedRun, ...]
@@ -117,12 +110,7 @@ class RunGroup:
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Runs beside one another.
-
-    Attributes:
-        groups: In the order of their first runs; each run is in one.
-        differences: Texts by key, in the order of the runs; None where a run hasn't the key.
-    """
+    """Runs beside one another; `differences` are texts by key, one a run (None: it doesn't have the key)."""
 
     runs: tuple[ComparedRun, ...]
     groups: tuple[RunGroup, ...]
@@ -130,12 +118,11 @@ class SideBySide:
 
     @property
     def has_seeds(self) -> bool:
-        """True if there is a group of several runs."""
         return len(self.groups) < len(self.runs)
 
     def figure_rows(self) -> list[list[str]]:
         """Return the final figures as a table, the head first."""
-        names = _merged([run.figures for run in self.runs])
+        names = dict.fromkeys(name for run in self.runs for name in run.figures)
         columns = [{name: figure.text for name, figure in run.figures.items()} for run in self.runs]
         return [
             ["Final", *(run.label for run in self.runs)],
@@ -143,7 +130,7 @@ class SideBySide:
         ]
 
     def difference_rows(self) -> list[list[str]]:
-        """Return the differences of the configs as a table, the head first; empty if there are none."""
+        """Return the differences of the configs as a table; empty if there are none."""
         rows = [
             [key, *(UNKNOWN if text is None else clipped(text, _LONGEST_VALUE) for text in texts)]
             for key, texts in self.differences.items()
@@ -151,10 +138,10 @@ class SideBySide:
         return [["Config", *(run.label for run in self.runs)], *rows] if rows else []
 
     def seed_rows(self) -> list[list[str]]:
-        """Return the figures over seeds as a table, the head first; empty if no run has a sibling."""
+        """Return the figures over seeds as a table; empty if each group is one run."""
         if not self.has_seeds:
             return []
-        names = _merged([group.figures for group in self.groups])
+        names = dict.fromkeys(name for group in self.groups for name in group.figures)
         return [
             ["Mean ± deviation", *(f"{group.name} (n = {len(group.runs)})" for group in self.groups)],
             ["seeds", *(clipped(", ".join(group.seeds), _LONGEST_VALUE) for group in self.groups)],
@@ -166,11 +153,11 @@ def compare(folders: Sequence[Path], states: Mapping[Path, str] | None = None) -
     """Read runs and compare them.
 
     Args:
-        states: What each run does, by its folder; otherwise whether it is finished.
+        states: What each run does, by its folder; by default whether it is finished.
 
     Raises:
-        ConfigError: There are fewer than two runs, too many, or runs that have nothing in common.
-        RunFailed: A folder is no run's, or can't be read.
+        ConfigError: There are fewer than two runs, or too many, or a folder is no run's.
+        RunFailed: A file can't be read.
     """
     distinct = list({os.path.realpath(folder): folder for folder in folders}.values())
     _check_number(folders, distinct)
@@ -179,14 +166,13 @@ def compare(folders: Sequence[Path], states: Mapping[Path, str] | None = None) -
         _read(label, place, (states or {}).get(folder))
         for folder, label, place in zip(distinct, _labels(places), places, strict=True)
     )
-    _check_common(runs)
     return SideBySide(runs, _groups(runs), _differences(runs))
 
 
 def text(comparison: SideBySide, width: int | None) -> str:
-    """Return the tables as text of at most `width` columns, where columns of runs follow in blocks.
+    """Return the tables as text; runs that don't fit into `width` columns follow below.
 
-    None: for a file or another program, in which nothing is cut; then a block has as many runs as fit into 100 columns.
+    None: for a file or another program: nothing is cut, and a block has as many runs as fit into 100 columns.
     """
     tables = [comparison.figure_rows(), comparison.seed_rows(), comparison.difference_rows()]
     if not comparison.difference_rows():
@@ -248,16 +234,6 @@ def _check_number(folders: Sequence[Path], distinct: Sequence[Path]) -> None:
         raise ConfigError(f"{len(distinct):,} runs are too many for one page; name at most {MOST_RUNS}")
 
 
-def _check_common(runs: Sequence[ComparedRun]) -> None:
-    metrics = [_metrics_of(run.data) for run in runs]
-    if max(Counter(name for names in metrics for name in names).values(), default=0) < 2:
-        parts = [
-            f"{run.label} has {formatting.listed(list(names), 5) or 'none'}"
-            for run, names in zip(runs[:5], metrics, strict=False)
-        ]
-        raise ConfigError(f"the runs have no metric in common: {'; '.join(parts)}; name runs that share one")
-
-
 def _metrics_of(run: RunData) -> dict[str, Series]:
     """Return the metrics of which the run has a finite value: loss, evaluations, what was logged."""
     metrics = {"training loss": replace(run.columns["loss"], noisy=True)}
@@ -270,17 +246,10 @@ def _metrics_of(run: RunData) -> dict[str, Series]:
 
 
 def _labels(places: Sequence[str]) -> list[str]:
-    """Return the last part of each path, or as many parts as distinguish it."""
-    paths = [tuple(filter(None, place.split("/"))) or ("/",) for place in places]
-    labels = []
-    for parts in paths:
-        others = [other for other in paths if other != parts]
-        length = next(
-            (n for n in range(1, len(parts)) if all(other[-n:] != parts[-n:] for other in others)), len(parts)
-        )
-        labels.append(clipped("/".join(parts[-length:]), _LONGEST_LABEL))
-    counts = Counter(labels)
-    return [label if counts[label] == 1 else f"{number}: {label}" for number, label in enumerate(labels, 1)]
+    """Return each path below their common folder, cut if it is long."""
+    common = os.path.commonpath(places)
+    labels = [clipped(os.path.relpath(place, common), _LONGEST_LABEL) for place in places]
+    return [label if labels.count(label) == 1 else f"{number}: {label}" for number, label in enumerate(labels, 1)]
 
 
 def _read(label: str, place: str, state: str | None) -> ComparedRun:
@@ -327,21 +296,16 @@ def final_figures(run: RunData, ranks: RankHistory) -> Iterator[tuple[str, Figur
         ("MFU", utilization(run), "percent"),
         *((f"time in {name}", part / sum(split.values()), "percent") for name, part in split.items() if part > 0),
         ("memory, most of a rank", peak[0] if peak is not None else None, "bytes"),
-        ("duration", _number(summary.get("seconds", run.last.get("seconds"))), "seconds"),
-        ("steps", _number(summary.get("steps", run.last.get("step"))), "count"),
+        ("duration", as_number(summary.get("seconds", run.last.get("seconds"))), "seconds"),
+        ("steps", as_number(summary.get("steps", run.last.get("step"))), "count"),
         ("goodput", used.share if used is not None else None, "percent"),
         ("attempts", run.num_attempts, "count"),
         ("steps rolled back", sum(last - first for first, last in run.rollbacks) or None, "count"),
         ("updates discarded", len(run.discarded) or None, "count"),
     ]
-    for name, number, kind in candidates:
-        if number is not None and math.isfinite(number):
-            yield name, Figure(float(number), kind)
-
-
-def _number(value: object) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
-    return float(value) if is_number and isinstance(value, int | float) else None
+    for name, figure, kind in candidates:
+        if figure is not None and math.isfinite(figure):
+            yield name, Figure(float(figure), kind)
 
 
 # --- groups, differences --------------------------------------------------------------------------------------------
@@ -360,21 +324,10 @@ def _groups(runs: Sequence[ComparedRun]) -> tuple[RunGroup, ...]:
         name = ", ".join(
             f"{key}={UNKNOWN if text is None else clipped(text, _LONGEST_LABEL)}" for key, text in texts.items()
         )
-        figures = {figure: _spread(group, figure) for figure in _merged([run.figures for run in group])}
+        shown = dict.fromkeys(figure for run in group for figure in run.figures)
+        figures = {figure: _spread(group, figure) for figure in shown}
         groups.append(RunGroup(tuple(group), group[0].label if len(group) == 1 else (name or "all runs"), figures))
     return tuple(groups)
-
-
-def _merged(orders: Sequence[Iterable[str]]) -> list[str]:
-    """Return all names, each once; one that the first run lacks stands behind the name before it."""
-    merged: list[str] = []
-    for order in orders:
-        place = 0
-        for name in order:
-            if name not in merged:
-                merged.insert(place, name)
-            place = merged.index(name) + 1
-    return merged
 
 
 def _spread(runs: Sequence[ComparedRun], name: str) -> tuple[Figure, Figure, int]:
@@ -433,12 +386,7 @@ def _blocks(rows: Sequence[Sequence[str]], width: int | None) -> Iterator[str]:
 
 def write_comparison(comparison: SideBySide, output: Path | None = None) -> Path:
     """Write the page into `output`, compare.html by default, and return its path. Raises RunFailed."""
-    target = Path(os.path.abspath(output or PAGE))
-    try:
-        write_atomically(target, compose_comparison(comparison))
-    except OSError as error:
-        raise RunFailed(f"can't write {target}: {error.strerror or error}") from error
-    return target
+    return write_page(output or Path(PAGE), compose_comparison(comparison))
 
 
 def compose_comparison(comparison: SideBySide) -> str:
@@ -495,7 +443,7 @@ def comparison_charts(comparison: SideBySide) -> list[Chart]:
 
 
 def _styles(comparison: SideBySide) -> dict[str, Series]:
-    """Return an empty series with color and dash by label: runs of a group share the color, and differ in the dash."""
+    """Return empty series with color and dash by label: runs of a group share the color."""
     nothing = np.empty(0)
     return {
         run.label: Series(run.label, nothing, nothing, color=number, dash=number + number // 6 + member)
@@ -513,19 +461,21 @@ def _chart(
     known = {label: series for label, series in pairs if series.finite.any()}
     if len(known) < 2:
         return None
-    series = [
+    drawn = [
         replace(_smoothed(each), name=label, noisy=False, color=styles[label].color, dash=styles[label].dash)
         for label, each in known.items()
     ]
-    values = np.concatenate([each.known for each in series])
-    most = 1.0 if unit == "percent" else math.inf
-    scale = fitted(values, from_zero=from_zero, may_be_logarithmic=not from_zero, most=most)
+    scale = fitted(
+        np.concatenate([each.known for each in drawn]), from_zero=from_zero, may_be_logarithmic=not from_zero
+    )
     missing = [run.label for run in comparison.runs if run.label not in known]
     remarks = [
         *(["Running medians."] if any(each.is_smoothed for each in known.values()) else []),
         *([f"No finite value: {formatting.listed(missing, 5)}."] if missing else []),
     ]
-    return Chart(title, _finding(series, unit), series, scale, 0, 1, unit=unit, remarks=remarks)
+    low, high = (pick(drawn, key=lambda each: each.known[-1]) for pick in (min, max))
+    ends = [f"{value_text(float(each.known[-1]), unit)} ({each.name})" for each in (low, high)]
+    return Chart(title, f"At the end from {ends[0]} to {ends[1]}", drawn, scale, 0, 1, unit=unit, remarks=remarks)
 
 
 def _smoothed(series: Series) -> Series:
@@ -535,14 +485,6 @@ def _smoothed(series: Series) -> Series:
     median, gaps = running_median(series), series.steps[~series.finite]
     steps, values = np.concatenate([median.steps, gaps]), np.concatenate([median.values, np.full(len(gaps), np.nan)])
     return Series.of(series.name, steps, values)
-
-
-def _finding(series: Sequence[Series], unit: Unit) -> str:
-    low, high = (pick(series, key=lambda each: each.known[-1]) for pick in (min, max))
-    if low.known[-1] == high.known[-1]:
-        return f"At the end {value_text(float(low.known[-1]), unit)} in all runs"
-    ends = [f"{value_text(float(each.known[-1]), unit)} ({each.name})" for each in (low, high)]
-    return f"At the end from {ends[0]} to {ends[1]}"
 
 
 def _row(run: ComparedRun, style: str) -> tuple[str, list[str], str]:
@@ -561,10 +503,8 @@ def _row(run: ComparedRun, style: str) -> tuple[str, list[str], str]:
 
 def _flaws(comparison: SideBySide) -> Iterator[str]:
     for run in comparison.runs:
-        for flaw in run.data.flaws:
+        for flaw in (*run.data.flaws, *run.ranks.flaws):
             yield f"{run.label}: {flaw}"
-        if run.ranks.damaged:
-            yield f"{run.label}: {run.ranks.damaged:,} lines of ranks.jsonl can't be read."
         if not run.data.last:
             yield f"{run.label}: no update is recorded."
     alone = [run.label for run in comparison.runs if not run.settings]

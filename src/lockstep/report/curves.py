@@ -7,11 +7,8 @@ ranks: time of an update by rank and by phase (large), memory, use of GPUs
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 
@@ -27,31 +24,29 @@ _MEMORY = ("memory_allocated_peak", "memory_reserved", "memory_allocated", "memo
 _UTILIZATION = ("gpu_utilization", "utilization")
 _SMALL_SHARE = 0.005  # of an update, below which a phase isn't drawn
 
-_Finding = Literal["fall", "change", "peak", "median", "median and peak"]
-
 
 def charts(run: RunData) -> list[Chart]:
-    """Return the charts, the loss first. There is none of what never was finite."""
+    """Return the charts, the loss first, without those of what never was finite."""
     column = run.columns
     metrics = dict.fromkeys(name for metrics in run.evaluations.values() for name in metrics if name != "loss")
     evaluations = {name: _evaluation_series(run, name) for name in metrics}
     speed, loss_scale = throughput(run), column["loss_scale"]
     loss = [replace(column["loss"], name="training", noisy=True), *_evaluation_series(run, "loss")]
     drawn = [
-        _chart("Loss", loss, "fall"),
+        _chart("Loss", loss),
         *(
-            _chart(capitalized(name), series, "change", unit_of(name))
+            _chart(capitalized(name), series, unit_of(name))
             for name, series in evaluations.items()
             if max(len(values.known) for values in series) > 1  # a single value is in the table
         ),
-        _chart("Gradient norm", [replace(column["grad_norm"], noisy=True)], "median and peak"),
-        _chart("Learning rate", [column["lr"]], "peak", from_zero=True),
-        _chart(f"{capitalized(speed.name)} per second", [speed], "median", "rate", from_zero=True),
-        _chart("Loss scale", [loss_scale], "change") if (loss_scale.known != 1).any() else None,  # of fp16 alone
+        _chart("Gradient norm", [replace(column["grad_norm"], noisy=True)]),
+        _chart("Learning rate", [column["lr"]], from_zero=True),
+        _chart(f"{capitalized(speed.name)} per second", [speed], "rate", from_zero=True),
+        _chart("Loss scale", [loss_scale]) if (loss_scale.known != 1).any() else None,  # only of fp16
     ]
     for name, values in list(run.logged.items())[:MAX_LOGGED]:
         series = [Series.of(name, values, values.values(), noisy=True)]
-        drawn.append(_chart(capitalized(name), series, "median and peak", unit_of(name)))
+        drawn.append(_chart(capitalized(name), series, unit_of(name)))
     charts = [chart for chart in drawn if chart is not None]
     first, last = _span(run, charts)
     marks = _marks(run)
@@ -67,7 +62,7 @@ def _evaluation_series(run: RunData, metric: str) -> list[Series]:
 
 
 def throughput(run: RunData) -> Series:
-    """Return tokens per second if samples have tokens, otherwise samples; by the series' name."""
+    """Return tokens per second if samples have tokens, else samples per second; the series has that name."""
     samples, tokens = run.columns["samples_per_second"], run.columns["tokens_per_second"]
     return speed(run, "tokens" if np.any(tokens.values > samples.values) else "samples")
 
@@ -102,41 +97,27 @@ def capitalized(name: str) -> str:
     return words[:1].upper() + words[1:]
 
 
-def _chart(
-    title: str, series: Sequence[Series], finding: _Finding, unit: Unit = "plain", *, from_zero: bool = False
-) -> Chart | None:
-    """Return a chart with the finding of its first series; None if no value is finite."""
+def _chart(title: str, series: Sequence[Series], unit: Unit = "plain", *, from_zero: bool = False) -> Chart | None:
+    """Return a chart with the range of its first series; None if no value is finite."""
     drawn = [values for values in series if values.finite.any()]
     if not drawn:
         return None
     known = np.concatenate([values.known for values in drawn])
-    most = 1.0 if unit == "percent" else math.inf
-    scale = fitted(known, from_zero=from_zero, may_be_logarithmic=not from_zero, most=most)
-    return Chart(title, _describe(drawn[0], finding, unit), drawn, scale, 0, 1, unit=unit)
+    scale = fitted(known, from_zero=from_zero, may_be_logarithmic=not from_zero)
+    return Chart(title, _range_of(drawn[0], unit), drawn, scale, 0, 1, unit=unit)
 
 
-def _describe(series: Series, finding: _Finding, unit: Unit) -> str:
+def _range_of(series: Series, unit: Unit) -> str:
     values, steps = series.known, series.known_steps
-    first, last, median = (value_text(float(value), unit) for value in (values[0], values[-1], np.median(values)))
-    lowest, highest = int(values.argmin()), int(values.argmax())
-    peak = f"ighest {value_text(values[highest], unit)}, at step {steps[highest]:,.0f}"
-    if finding == "peak":
-        return f"H{peak}"
-    if finding == "median":
-        return f"Median {median}"
-    if finding == "median and peak":
-        return f"Median {median}; h{peak}"
-    if len(values) == 1:
-        return f"{last} at step {steps[0]:,.0f}, the only value"
-    if finding == "change":
-        return f"From {first} to {last}"
-    if lowest == len(values) - 1:
-        return f"From {first} to {last}, the lowest"
-    return f"From {first} to {last}; lowest {value_text(values[lowest], unit)}, at step {steps[lowest]:,.0f}"
+    texts = [value_text(value, unit) for value in values[np.array([0, -1, values.argmin(), values.argmax()])].tolist()]
+    if texts[2] == texts[3]:
+        return f"Always {texts[0]}"
+    low, high = (f"{steps[at]:,.0f}" for at in (values.argmin(), values.argmax()))
+    return f"From {texts[0]} to {texts[1]}; lowest {texts[2]} at step {low}, highest {texts[3]} at step {high}"
 
 
 def _span(run: RunData, charts: Sequence[Chart]) -> tuple[int, int]:
-    """Return the steps at the edges: from the start of the run, unless its history begins far later."""
+    """Return the steps at the edges: from 0, unless the history begins far later."""
     drawn = [series for chart in charts for series in chart.series]
     first = min((int(series.steps[0]) for series in drawn), default=0)
     ends = [int(series.steps[-1]) for series in drawn]
@@ -145,10 +126,8 @@ def _span(run: RunData, charts: Sequence[Chart]) -> tuple[int, int]:
 
 
 def _marks(run: RunData) -> Marks:
-    restarts = Counter(step for step, _ in sorted(run.restarts))
-    labels = {step: "restarted" + (f" {number} times" if number > 1 else "") for step, number in restarts.items()}
     return Marks(
-        labels,
+        [step for step, _ in run.restarts],
         [step for step, _ in run.discarded],
         [save.step for save in run.saves if save.failure is None],
         [save.step for save in run.saves if save.failure is not None],
@@ -161,7 +140,7 @@ def _marks(run: RunData) -> Marks:
 
 
 def rank_charts(ranks: RankHistory, first: int, last: int, marks: Marks) -> list[Chart]:
-    """Return the time of an update by rank and by phase, memory, and the use of GPUs, as far as they were measured."""
+    """Return the time of an update by rank and by phase, memory, and the use of GPUs, as far as measured."""
     drawn = [_times(ranks), _phases(ranks), *_gauges(ranks)]
     return [replace(chart, first=first, last=last, marks=marks) for chart in drawn if chart is not None]
 
@@ -172,7 +151,6 @@ def _of_ranks(title: str, finding: str, series: Sequence[Series], *, is_large: b
 
 
 def _times(ranks: RankHistory) -> Chart | None:
-    """Return a line for each of a few ranks; of many, the fastest, the median and the slowest."""
     numbers, seconds, means = ranks.computing()
     if len(numbers) < 2 or not np.isfinite(means).any():
         return None
@@ -231,7 +209,7 @@ def _colored(steps: Numbers, lines: dict[str, Numbers]) -> list[Series]:
 
 
 def straggler_rows(ranks: RankHistory, most: int = 12) -> list[list[str]]:
-    """Return the rows of a table of the ranks that others waited for, the head first; empty if there are none."""
+    """Return a table of the ranks that others waited for, the head first; empty if there are none."""
     rows = [
         [str(each.rank), each.host, f"{number:,} of {len(ranks.intervals):,}", f"{each.ratio:.1f}x", each.phase]
         for number, each in ranks.stragglers()[:most]

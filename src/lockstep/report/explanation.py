@@ -1,8 +1,4 @@
-"""Explains a run in at most ten sentences: how fast it is, what limits it, what happened, and what to do next.
-
-progress   speed, and the share of the devices' peak   where the time goes   what limits it, and what to try
-memory beside the plan   restarts, saves, discarded updates   goodput   what to do next
-"""
+"""Explains a run in at most ten sentences: how fast it is, what limits it, what happened, and what to do next."""
 
 from __future__ import annotations
 
@@ -17,28 +13,24 @@ from lockstep.launch.ends_file import survived_failures
 from lockstep.monitor.folder import held_by
 from lockstep.monitor.goodput import Goodput, goodput, saved_steps
 from lockstep.report.curves import median_speed, throughput, utilization
-from lockstep.report.facts import bad_numbers, events, left_out
+from lockstep.report.facts import bad_numbers, events, left_out, state
 from lockstep.report.limits import Limit, allows_larger, limits
-from lockstep.report.rank_history import RankHistory, damage, read_rank_history
+from lockstep.report.rank_history import RankHistory, read_rank_history
 from lockstep.report.run_data import RunData, read_run
 
-_UNSTEADY = 3.0  # 95th percentile of an update to its mean
 _MOST = 10
 _MOST_LISTED = 3  # failures, samples and so on in a sentence
 _NOTABLE = 0.01
-_WORTH = 0.05  # of an update
 
 
 @dataclass(frozen=True, slots=True)
 class RunExplanation:
-    """A run, read and explained.
+    """A run, explained.
 
     Attributes:
-        sentences: At most ten, the important first.
         limits: What limits its speed, the largest first.
-        mfu: Share of the devices' peak that the model's operations use; None if it isn't known.
-        goodput: None if it isn't known.
-        notes: What of its files could not be read.
+        mfu, goodput: None: unknown.
+        notes: What could not be read.
     """
 
     sentences: tuple[str, ...]
@@ -53,31 +45,30 @@ def explain(folder: Path, profiled: Sequence[Limit] | None = None, ended: str = 
 
     Args:
         profiled: What the run's traces show; None: it has none.
-        ended: How the run ended, as a sentence; empty if that isn't known, or not unusual.
+        ended: How the run ended, in a sentence; may be empty.
     """
     run, ranks, useful = read_run(folder), read_rank_history(folder), goodput(folder)
     causes = limits(run, ranks)
     known = {cause.name for cause in causes}
     causes += [cause for cause in profiled or () if cause.name not in known]
-    parts: list[tuple[int, Iterable[str]]] = [  # the least important ones, which have 3, are left out of too many
+    parts: list[tuple[int, Iterable[str]]] = [  # beyond ten sentences, those with the largest numbers are left out
         (0, _progress(run)),
         (0, [ended]),
         (1, _speed(run, ranks)),
         (1, _peak(run)),
-        (2, _sent(run, ranks) if all(cause.name != "straggler" for cause in causes) else ()),
         (1, _split(ranks.split())),
         (0, [cause.sentences for cause in causes[:1]]),
         (3, [cause.sentences for cause in causes[1:]]),
         (2, _memory(run, ranks)),
         (1, [survived_failures(run.folder, _MOST_LISTED)]),
         (1, [*bad_numbers(run, _MOST_LISTED), *left_out(run.left_out, _MOST_LISTED), " ".join(events(run))]),
-        (1, _goodput(useful, is_finished=run.summary is not None)),
+        (1, _goodput(useful)),
         (0, _next(run, ranks, causes, traced=profiled is not None)),
     ]
     ranked = [(importance, sentence) for importance, each in parts for sentence in each if sentence]
     places = sorted(range(len(ranked)), key=lambda place: (ranked[place][0], place))[:_MOST]
     sentences = tuple(ranked[place][1] for place in sorted(places))
-    return RunExplanation(sentences, tuple(causes), utilization(run), useful, damage(run, ranks))
+    return RunExplanation(sentences, tuple(causes), utilization(run), useful, (*run.flaws, *ranks.flaws))
 
 
 def _progress(run: RunData) -> Iterator[str]:
@@ -90,29 +81,25 @@ def _progress(run: RunData) -> Iterator[str]:
     made = max(int(steps[-1]), run.reached)
     whole = planned if isinstance(planned, int) and planned > made else made
     updates = f"{made:,} of " * (whole > made) + formatting.counted(whole, "update")
-    is_running = run.summary is None and held_by(run.folder) is not None
-    state = "is running" if is_running else "is finished" if run.summary is not None else "is not finished"
     loss = run.trained_loss.values
-    losses = [formatting.value(float(value)) for value in (*loss[:1], *loss[1:][-1:])]
+    went = "none was kept"
+    if len(loss):
+        went = f"the loss went from {formatting.value(float(loss[0]))} to {formatting.value(float(loss[-1]))}"
     attempts = f" over {run.num_attempts} attempts" if run.num_attempts > 1 else ""
-    went = ("no update was kept", "the loss was {}", "the loss went from {} to {}")[len(losses)].format(*losses)
-    yield f"The run {state}: {updates}, {went}{attempts}."
+    yield f"The run is {state(run).lower()}: {updates}, {went}{attempts}."
 
 
 def _speed(run: RunData, ranks: RankHistory) -> Iterator[str]:
     mean = ranks.step_seconds()
     if mean is None:
         return
-    slow = max((float(s) for interval in ranks.intervals for s in interval.slowest if math.isfinite(s)), default=mean)
     unit = throughput(run).name
     median = median_speed(run, unit)
     rate = f"; the median speed was {formatting.short(median)} {unit} a second" if median else ""
-    unsteady = f"; one in twenty took up to {formatting.short_time(slow)}" if slow > _UNSTEADY * mean else ""
-    yield f"An update took {formatting.short_time(mean)} on average{rate}{unsteady}."
+    yield f"An update took {formatting.short_time(mean)} on average{rate}."
 
 
 def _peak(run: RunData) -> Iterator[str]:
-    """Yield the operations per second beside the peak of the devices' data sheets, which CPUs have none of."""
     mfu, attempt = utilization(run), run.attempts[-1] if run.attempts else None
     if attempt is None or attempt.facts.get("device") == "cpu":
         return
@@ -128,16 +115,6 @@ def _peak(run: RunData) -> Iterator[str]:
         f"{formatting.short(peak)}FLOP/s that the data sheet of {attempt.facts.get('device')} has for "
         f"{attempt.facts.get('precision')}{pipeline}."
     )
-
-
-def _sent(run: RunData, ranks: RankHistory) -> Iterator[str]:
-    """Yield what ranks send by the plan, beside how long they wait for each other."""
-    sent, waited = run.attempts[-1].planned.sent if run.attempts else None, ranks.split().get("communication", 0.0)
-    if sent and waited >= _WORTH * (ranks.step_seconds() or math.inf):
-        yield (
-            f"By its plan a rank sends {formatting.size(sent)} in an update; it waited {formatting.short_time(waited)} "
-            f"for other ranks, as on a link with {formatting.size(sent / waited)}/s if nothing else made it wait."
-        )
 
 
 def _split(split: Mapping[str, float]) -> Iterator[str]:
@@ -157,22 +134,19 @@ def _memory(run: RunData, ranks: RankHistory) -> Iterator[str]:
             continue
         beside = ""
         if run.attempts and (held := run.attempts[-1].planned).held:
-            parts = f"{formatting.size(held.parameters)} weights, {formatting.size(held.gradients)} gradients, "
-            rest = "activations, buffers" + (" and the process itself" if what == "resident" else "")
             beside = (
-                f"; by its plan {formatting.size(held.held)} are {parts}{formatting.size(held.optimizer)} optimizer "
-                f"state, the rest is {rest}"
+                f"; by its plan {formatting.size(held.held)} are {formatting.size(held.parameters)} weights, "
+                f"{formatting.size(held.gradients)} gradients, {formatting.size(held.optimizer)} optimizer state"
             )
         yield f"At most {formatting.size(int(peak[0]))} {what} were used, by rank {peak[1]}{beside}."
         return
 
 
-def _goodput(useful: Goodput | None, *, is_finished: bool) -> Iterator[str]:
+def _goodput(useful: Goodput | None) -> Iterator[str]:
     if useful is None or not math.isfinite(useful.share):
         return
     losses = {name: seconds for name, seconds in useful.losses().items() if seconds >= _NOTABLE * useful.wall}
-    names = {"other": "the end of the run"} if is_finished else {}
-    rest = ", ".join(f"{100 * seconds / useful.wall:.0f} % {names.get(name, name)}" for name, seconds in losses.items())
+    rest = ", ".join(f"{100 * seconds / useful.wall:.0f} % {name}" for name, seconds in losses.items())
     attempts = f" and {useful.attempts} attempts" if useful.attempts > 1 else ""
     yield (
         f"Its goodput is {100 * useful.share:.0f} %: of {formatting.duration(useful.wall)}{attempts}, that share "

@@ -1,11 +1,8 @@
-"""Figures and sentences of a report about a run, each from the best source that there is.
-
-summary.json, if the run is finished   >   the last line of metrics.jsonl   >   the config
-"""
+"""Figures and sentences of a report: from summary.json, else the last line of metrics.jsonl, else the config."""
 
 from __future__ import annotations
 
-import shlex
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +17,7 @@ from lockstep.core.secrets import hidden_variable
 from lockstep.core.terminal import command_line
 from lockstep.launch.ends_file import LaunchEnds, decided_ends
 from lockstep.monitor.folder import EARLIER, held_by
-from lockstep.monitor.goodput import RestartCost, goodput, restart_costs, saved_steps
+from lockstep.monitor.goodput import RestartCost, restart_costs, saved_steps
 from lockstep.report.charts import value_text
 from lockstep.report.curves import capitalized, median_speed, throughput, unit_of
 from lockstep.report.run_data import RunData
@@ -33,22 +30,17 @@ _FINISHED = "It was finished, and was started again"
 _LARGEST = 10**18  # larger integers aren't shown
 _REASONS = {"overflow": "fp16 overflow", "non_finite": "gradient not finite"}
 _ENVIRONMENT = ("command_line", "created", "host", "platform", "cpu", "cpus", "memory_bytes", "gpus", "git")
-_LABELS = {"cpu": "CPU", "cpus": "CPU cores", "gpus": "GPUs"}
+_LONGEST = 4000  # characters
 
 
 def state(run: RunData) -> str:
-    """Return the state of a run in a word or two."""
     if run.summary is not None:
         return "Finished"
     return "Running" if held_by(run.folder) is not None else "Not finished"
 
 
 def flaws(run: RunData, ended: str = "") -> list[str]:
-    """Return what a reader must know before trusting the rest.
-
-    Args:
-        ended: How the run ended, as a sentence, if that is known.
-    """
+    """Return what a reader must know before trusting the rest; `ended` says how the run ended, if that is known."""
     unfinished = []
     early = as_text((run.summary or {}).get("stopped_early"))
     if early and not ended:
@@ -86,18 +78,11 @@ def large_figures(run: RunData) -> list[tuple[str, str, str]]:
         if metric == "loss" or len(evaluations) == 1  # of several sets, only their losses
     ][:_MAX_EVALUATIONS]
     if _is_amount(seconds):
-        figures.append(("Time", formatting.duration(float(seconds)), _attempts(run)))
+        attempts = f"over {run.num_attempts} attempts" if run.num_attempts > 1 else ""
+        figures.append(("Time", formatting.duration(float(seconds)), attempts))
     if (speed := median_speed(run, unit)) is not None:
         figures.append(("Throughput", value_text(speed, "rate"), f"{unit}/s, median"))
     return figures
-
-
-def _attempts(run: RunData) -> str:
-    if run.num_attempts == 1:
-        return ""
-    used = goodput(run.folder)
-    wall = f"of training, in {formatting.duration(used.wall)} " if used is not None else ""
-    return f"{wall}over {run.num_attempts} attempts"
 
 
 def last_evaluations(run: RunData) -> dict[str, dict[str, tuple[int, float]]]:
@@ -109,7 +94,7 @@ def last_evaluations(run: RunData) -> dict[str, dict[str, tuple[int, float]]]:
 
 
 def evaluation_table(run: RunData) -> list[list[str]]:
-    """Return the rows of the last evaluations, the head first; empty if there are none."""
+    """Return a table of the last evaluations, the head first; empty if there are none."""
     evaluations = last_evaluations(run)
     metrics = list(dict.fromkeys(metric for values in evaluations.values() for metric in values))
     rows = [["Set", "step", *(metric.replace("_", " ") for metric in metrics)]]
@@ -145,12 +130,12 @@ def facts(run: RunData) -> list[tuple[str, str]]:
 
 
 def events(run: RunData) -> list[str]:
-    """Return a sentence each about restarts, saves and discarded updates, as far as there were some."""
+    """Return a sentence each about restarts, saves and discarded updates."""
     return [sentence for sentence in (_restarts(run), _saves(run), _discarded(run)) if sentence]
 
 
 def left_out(samples: Mapping[int, str], most: int = MAX_LISTED) -> list[str]:
-    """Return a sentence about the samples that could not be used; none if there are none."""
+    """Return a sentence about the samples that could not be used, if any."""
     if not samples:
         return []
     by_reason: dict[str, list[str]] = {}
@@ -164,7 +149,7 @@ def left_out(samples: Mapping[int, str], most: int = MAX_LISTED) -> list[str]:
 
 
 def bad_numbers(run: RunData, most: int = MAX_LISTED) -> list[str]:
-    """Return a sentence about updates whose numbers were bad, with the suspected samples; none if there were none."""
+    """Return a sentence about updates with bad numbers and the suspected samples, if any."""
     if not run.bad_numbers:
         return []
     updates = [f"update {update:,}: {clause}" for update, clause in run.bad_numbers]
@@ -177,20 +162,7 @@ def _restarts(run: RunData) -> str:
     if not resumptions:
         return earlier.strip()
     listed = formatting.listed([f"{restart.step:,}" for restart in resumptions], _MOST_STEPS)
-    return f"The ranks were started again {_times(len(resumptions))}, from step {listed}.{_cost(resumptions)}{earlier}"
-
-
-def _cost(resumptions: Sequence[Restart]) -> str:
-    costs = [restart.cost for restart in resumptions if restart.cost is not None]
-    if not costs:
-        return ""
-    lost, down, startup = (
-        formatting.duration(sum(part)) for part in zip(*((c.lost, c.downtime, c.startup) for c in costs), strict=True)
-    )
-    return (
-        f" This cost {formatting.duration(sum(cost.seconds for cost in costs))}: {lost} were lost with attempts that "
-        f"ended, {down} passed between attempts, and {startup} until their first updates."
-    )
+    return f"The ranks were started again {_times(len(resumptions))}, from step {listed}.{earlier}"
 
 
 def _saves(run: RunData) -> str:
@@ -225,20 +197,16 @@ def _times(number: int) -> str:
 
 
 def environment(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, value) of environment.json, without secrets, the interesting ones first."""
+    """Return name and value of environment.json, without secrets, the interesting ones first."""
     if isinstance(variables := values.get("variables"), Mapping):
         shown = {str(name): hidden_variable(str(name), str(value)) for name, value in variables.items()}
         values = {**values, "variables": shown}
     names = dict.fromkeys((*(name for name in _ENVIRONMENT if name in values), *values))
-    labels = {name: name.removesuffix("_bytes").replace("_", " ") for name in names}
-    entries = [
-        (_LABELS.get(label, capitalized(label)), _described(name, values[name])) for name, label in labels.items()
-    ]
-    return [(name, value) for name, value in entries if value]
+    return [(name.replace("_", " "), text) for name in names if (text := as_text(values[name]))]
 
 
 def _resolved(run: RunData, name: str, section: str, key: str = "") -> str:
-    """Return what the run resolved, by its summary or else its last attempt; else what was configured."""
+    """Return what the run resolved, or else what was configured."""
     resolved = run.summary or (run.attempts[-1].facts if run.attempts else {})
     if resolved.get(name) is not None:
         return as_text(resolved[name])
@@ -250,40 +218,13 @@ def _at_end(run: RunData, name: str) -> object:
     return (run.summary or {}).get(name, run.last.get("step" if name == "steps" else name))
 
 
-def _described(name: str, value: object, depth: int = 3) -> str:
-    """Return a value as text by its name in environment.json."""
-    if name == "command_line" and isinstance(value, list):
-        return shlex.join(as_text(word, depth - 1) for word in value)
-    if name == "created":
-        return date(value) or as_text(value)
-    if name.endswith("_bytes") and _is_amount(value):
-        return formatting.size(float(value))
-    if name == "variables" and isinstance(value, Mapping):
-        return "\n".join(f"{variable}={as_text(setting, depth - 1)}" for variable, setting in value.items())
-    return as_text(value, depth)
-
-
-def as_text(value: object, depth: int = 3) -> str:
-    """Return a value of JSON or YAML as flat text; what is nested deeper, or absurdly large, is left out.
-
-    `{"commit": "1aaa609", "changed_files": 3}` is `commit 1aaa609, changed files 3`; three equal items of a list are
-    `3 × ...`.
-    """
-    if isinstance(value, Mapping | list) and depth <= 0:
-        return "…"
-    if isinstance(value, Mapping):
-        labels = {name: str(name).removesuffix("_bytes").replace("_", " ") for name in value}
-        return ", ".join(f"{labels[name]} {_described(str(name), part, depth - 1)}" for name, part in value.items())
-    if isinstance(value, list):
-        numbers = Counter(as_text(part, depth - 1) for part in value)
-        return "; ".join(part if number == 1 else f"{number} × {part}" for part, number in numbers.items())
-    if isinstance(value, int) and abs(value) > _LARGEST:
-        return "…"
-    return "" if value is None else str(value)
+def as_text(value: object) -> str:
+    """Return a string as it is, other values as JSON, cut if they are long; empty for None."""
+    text = "" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
 def count_text(value: object) -> str:
-    """Return 1,920."""
     return f"{value:,}" if isinstance(value, int) and abs(value) <= _LARGEST else as_text(value)
 
 
@@ -292,7 +233,7 @@ def _is_amount(value: object) -> TypeGuard[float]:
 
 
 def date(value: object) -> str:
-    """Return 21 November 2026, 11:09 UTC+01:00; empty if it is no date."""
+    """Return a date such as 21 November 2026, 11:09 UTC+01:00; empty if it is none."""
     try:
         moment = datetime.fromisoformat(value if isinstance(value, str) else "")
     except ValueError:
@@ -305,14 +246,7 @@ def date(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A restart of a run's ranks.
-
-    Attributes:
-        step: From which they resumed; 0: from the beginning.
-        ranks: Their number; 0: unknown.
-        cause: What had ended the ranks before it; empty: unknown.
-        cost: None if it isn't known.
-    """
+    """A restart of a run's ranks, from `step`; `cause` says what had ended them. 0, empty or None: unknown."""
 
     step: int
     ranks: int
@@ -321,7 +255,6 @@ class Restart:
 
 
 def restarts(run: RunData) -> list[Restart]:
-    """Return the restarts of a run, the first one first."""
     if len(run.attempts) <= len(run.restarts):
         return [Restart(step, ranks) for step, ranks in run.restarts]
     ends, resumptions = decided_ends(run.folder), []
@@ -341,15 +274,12 @@ def _cause(end: LaunchEnds) -> str:
 
 
 def restart_table(resumptions: Sequence[Restart]) -> list[list[str]]:
-    """Return the rows of the last restarts, the head first; empty if there are none."""
+    """Return a table of the last restarts, the head first; empty if there are none."""
     rows = [["What had ended the ranks", "from step", "ranks", "lost", "down", "startup"]]
     for restart in resumptions[-MAX_LISTED:]:
         cost = restart.cost
-        times = (
-            ["", "", ""]
-            if cost is None
-            else [formatting.duration(part) for part in (cost.lost, cost.downtime, cost.startup)]
-        )
+        parts = (cost.lost, cost.downtime, cost.startup) if cost is not None else ()
+        times = [formatting.duration(part) for part in parts] or ["", "", ""]
         ranks = f"{restart.ranks:,}" if restart.ranks else ""
         rows.append([restart.cause or "Not recorded", f"{restart.step:,}", ranks, *times])
     return rows if resumptions else []

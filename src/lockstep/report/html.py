@@ -1,16 +1,19 @@
-"""HTML pages from templates: each is one file that needs nothing else, today or in ten years.
+"""HTML pages from templates, each a file that fetches nothing.
 
-No font, script or picture is fetched: a content security policy forbids it, and allows only page.js, by its hash. A
-page is complete without its script, which shows the values under the pointer.
+A content security policy forbids it, and allows only page.js, by its hash, which shows the values under the pointer.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from lockstep.core.errors import RunFailed
+from lockstep.core.files import write_atomically
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -19,15 +22,19 @@ _HERE = Path(__file__).parent
 
 
 def render(template: str, folder: Path = _HERE, **values: object) -> str:
-    """Return a template filled with values, which are escaped: text from a file never becomes markup.
-
-    Args:
-        template: name of a file in `folder`, or beside this one; it may extend and import both.
-        folder: the caller's templates.
-        values: what the template names.
-    """
+    """Return a template of `folder`, or of this package, filled with values, which are escaped."""
     text = _environment(folder).get_template(template).render(values)
-    return text.encode("utf-8", "replace").decode("utf-8")  # halves of surrogate pairs, which no file holds, become ?
+    return text.encode("utf-8", "replace").decode("utf-8")  # halves of surrogate pairs become ?
+
+
+def write_page(file: Path, text: str) -> Path:
+    """Write a page and return its absolute path. Raises RunFailed."""
+    target = Path(os.path.abspath(file))
+    try:
+        write_atomically(target, text)
+    except OSError as error:
+        raise RunFailed(f"can't write {target}: {error.strerror or error}") from error
+    return target
 
 
 @cache

@@ -1,9 +1,4 @@
-"""Names what limits the speed of a run, from what its ranks measured: a fact, a remedy, and the possible gain.
-
-ranks.jsonl    the split of an update's time, ranks that the others waited for        config.yaml    what can be changed
-
-A gain is what an update would take without the time that is named, at most (Amdahl's law): it is never a promise.
-"""
+"""Limits of the speed of a run, by its ranks' measurements: a fact, a remedy, and the most that it may gain."""
 
 from __future__ import annotations
 
@@ -12,18 +7,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.core import formatting
-from lockstep.core.terminal import command_line
 from lockstep.monitor.attempts import Attempt
+from lockstep.monitor.rank_meters import Straggler
 from lockstep.report.rank_history import RankHistory
 from lockstep.report.run_data import RunData
 
-# of an update's time, beyond which a cause is named, here and by a profile
-DATA_SHARE = 0.10
-COMMUNICATION_SHARE = 0.25
-CROWDED_SHARE = 0.15
-SAVE_SHARE = 0.05
-_HOST_SHARE = 0.10
-_OPTIMIZER_SHARE = 0.35
+_PHASES = {
+    "data": ("data", 0.10, "waits for samples"),
+    "communication": ("communication", 0.25, "waits for other ranks"),
+    "saves": ("save", 0.05, "waits for checkpoints"),
+    "host": ("host", 0.10, "runs Python between updates (monitors, your code)"),
+    "optimizer": ("optimizer", 0.35, "runs the optimizer, while the batch is small beside the model"),
+}
+"""Limits by name: a phase, the share of an update from which on it is one, and what the update does in it."""
+_CROWDED_SHARE = 0.15
+_REMEDIES = {
+    "straggler": "`lockstep doctor` on its host, which may be slower, share its cores, or throttle; even out its data",
+    "crowded host": "end the other processes, ask the scheduler for more cores, or start fewer ranks, loader workers "
+    "and threads (OMP_NUM_THREADS) on its host",
+    "data": "more data.loader.workers (`lockstep profile data RUN` measures how many pay), or prepared samples",
+    "communication": "a larger batch.global_size (fewer reductions a sample), parallel.ddp.compression under DDP if it "
+    "is off, or faster links, which `lockstep doctor --ranks N` measures",
+    "saves": "checkpoint.every larger, or checkpoint.asynchronous: true if it is off",
+    "host": "do less in monitors that see every update, or do it in a thread",
+    "optimizer": "a larger batch.global_size",
+}
 _EVALUATION_SHARE = 0.25
 _LEAST_GAIN = 1.05  # times as fast, below which a gain isn't worth a promise
 _SHORT_S = 0.003  # of a micro-batch: what each kernel costs at least makes up much of it
@@ -31,14 +39,13 @@ _SHORT_S = 0.003  # of a micro-batch: what each kernel costs at least makes up m
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A cause that makes a run slower than it could be.
+    """A cause that makes a run slower.
 
     Attributes:
-        name: Such as `data`.
         share: Of an update's time that it takes, at most.
         fact: What was measured.
         remedy: What to change.
-        bounded: Whether the share bounds the gain; otherwise the gain isn't known.
+        bounded: Whether the share bounds the gain (Amdahl's law); otherwise the gain isn't known.
     """
 
     name: str
@@ -49,14 +56,13 @@ class Limit:
 
     @property
     def gain(self) -> float | None:
-        """The factor by which an update would be faster without it; None if that isn't known."""
+        """The factor by which an update would be faster without it; None: unknown."""
         return 1.0 / (1.0 - min(self.share, 0.99)) if self.bounded else None
 
     @property
     def sentences(self) -> str:
-        """The fact, and what to try."""
         gain = f" (at most {self.gain:.1f} times as fast)" if self.gain and self.gain >= _LEAST_GAIN else ""
-        return f"{self.fact}; to try: {self.remedy}{gain}."
+        return f"{self.fact[:1].upper()}{self.fact[1:]}; to try: {self.remedy}{gain}."
 
 
 def limits(run: RunData, ranks: RankHistory) -> list[Limit]:
@@ -64,95 +70,40 @@ def limits(run: RunData, ranks: RankHistory) -> list[Limit]:
     split = ranks.split()
     if not split:
         return []
-    straggler = _straggler(ranks)
-    waits = straggler.share if straggler is not None else 0.0
-    candidates = [straggler, _crowded_host(ranks), *_phases(run, split, waits), _short_micro_batches(run, split)]
-    candidates.append(_evaluations(run, ranks))
-    return sorted((limit for limit in candidates if limit is not None), key=lambda limit: -limit.share)
+    causes, whole = [], sum(split.values())
+    if frequent := ranks.stragglers():
+        intervals, slowest = frequent[0]
+        if intervals * 2 >= len(ranks.intervals) and slowest.ratio > 1.0:
+            causes.append(straggler_limit(slowest, 1.0 - 1.0 / slowest.ratio))
+    waits = causes[0].share * whole if causes else 0.0
+    causes += phase_limits({**split, "communication": split.get("communication", 0.0) - waits}, whole)
+    waiting = ranks.medians("core_wait_percent").items()
+    rank, percent = max(waiting, key=lambda item: item[1], default=(0, 0.0))
+    causes += crowded_limits(f"rank {rank}", percent / 100)
+    causes += filter(None, (_short_micro_batches(run, split), _evaluations(run, ranks)))
+    return sorted(causes, key=lambda limit: -limit.share)
 
 
-def _straggler(ranks: RankHistory) -> Limit | None:
-    if not (frequent := ranks.stragglers()):
-        return None
-    intervals, slowest = frequent[0]
-    if intervals * 2 < len(ranks.intervals) or not slowest.ratio > 1.0:
-        return None
-    return Limit(
-        "straggler",
-        1.0 - 1.0 / slowest.ratio,
-        f"Rank {slowest.rank} computed {slowest.ratio:.1f} times as long as the median rank, above all in "
-        f"{slowest.phase}, and the others waited for it (in {intervals} of {len(ranks.intervals)} intervals)",
-        "its storage, and how much data it has"
-        if slowest.phase == "data"
-        else "`lockstep doctor` on its host, which may be slower, share its cores, or throttle",
+def straggler_limit(slow: Straggler, share: float) -> Limit:
+    fact = (
+        f"rank {slow.rank} on {slow.host} computes {slow.ratio:.1f} times as long as the median rank, above all in its "
+        f"{slow.phase}; the others wait for it"
     )
+    return Limit("straggler", share, fact, _REMEDIES["straggler"])
 
 
-def _crowded_host(ranks: RankHistory) -> Limit | None:
-    column = ranks.medians("core_wait_percent")
-    rank, percent = max(column.items(), key=lambda item: item[1], default=(0, 0.0))
-    if percent <= 100 * CROWDED_SHARE:
-        return None
-    return Limit(
-        "crowded host",
-        percent / 100,
-        f"The host is crowded: rank {rank} waited {percent:.0f} % of its time for a core that other threads and "
-        "processes had",
-        "end the other processes, ask the scheduler for more cores, or start fewer ranks, loader workers and threads "
-        "(OMP_NUM_THREADS) on its host",
-    )
+def crowded_limits(who: str, share: float) -> list[Limit]:
+    """Return a limit if somebody waits too much of its time for a core."""
+    fact = f"{who} waits {share:.0%} of its time for a core that other threads and processes have"
+    return [Limit("crowded host", share, fact, _REMEDIES["crowded host"])] if share > _CROWDED_SHARE else []
 
 
-def _phases(run: RunData, split: Mapping[str, float], waits: float) -> Iterator[Limit]:
-    """Yield the phases that take too much of an update.
-
-    Args:
-        waits: Share of an update that ranks wait for a slow one.
-    """
-    whole = sum(split.values())
-    share = {name: split.get(name, 0.0) / whole for name in ("data", "communication", "host", "save", "optimizer")}
-    if share["data"] > DATA_SHARE:
-        yield Limit(
-            "data",
-            share["data"],
-            f"The data came too late: each update waited {formatting.short_time(split['data'])} for its samples",
-            f"more data.loader.workers (`{command_line('lockstep', 'profile', 'data', run.folder)}` measures how many "
-            "pay), or samples that are prepared beforehand",
-        )
-    if (links := share["communication"] - waits) > COMMUNICATION_SHARE:
-        ddp = run.configured("parallel", "ddp")
-        compresses = isinstance(ddp, Mapping) and ddp.get("compression", "none") != "none"
-        yield Limit(
-            "communication",
-            links,
-            f"Ranks waited {100 * links:.0f} % of the time for what others sent, which isn't explained by slow ranks",
-            "a larger batch.global_size (fewer reductions a sample), "
-            f"{'' if compresses else 'parallel.ddp.compression under DDP, '}or faster links, which "
-            "`lockstep doctor --ranks N` measures",
-        )
-    if share["host"] >= _HOST_SHARE:
-        yield Limit(
-            "host",
-            share["host"],
-            f"{formatting.short_time(split['host'])} of an update went to Python between updates (monitors, your code)",
-            "do less in monitors that see every update, or do it in a thread",
-        )
-    if share["save"] > SAVE_SHARE:
-        number = sum(save.failure is None for save in run.saves)
-        waits_for_disk = run.configured("checkpoint", "asynchronous") is False
-        yield Limit(
-            "saves",
-            share["save"],
-            f"Training waited for {formatting.counted(number, 'save')}, {100 * share['save']:.0f} % of the time",
-            f"checkpoint.every larger{', or checkpoint.asynchronous: true' if waits_for_disk else ''}",
-        )
-    if share["optimizer"] >= _OPTIMIZER_SHARE:
-        yield Limit(
-            "optimizer",
-            share["optimizer"],
-            f"The optimizer took {100 * share['optimizer']:.0f} % of each update: the batch is small beside the model",
-            "a larger batch.global_size",
-        )
+def phase_limits(split: Mapping[str, float], whole: float) -> Iterator[Limit]:
+    """Yield the phases that take too much of an update, of which `split` has the seconds."""
+    for name, (phase, least, what) in _PHASES.items():
+        if (share := split.get(phase, 0.0) / whole) > least:
+            fact = f"an update {what} for {formatting.short_time(split[phase])}, {share:.0%} of its time"
+            yield Limit(name, share, fact, _REMEDIES[name])
 
 
 def _short_micro_batches(run: RunData, split: Mapping[str, float]) -> Limit | None:
@@ -160,26 +111,25 @@ def _short_micro_batches(run: RunData, split: Mapping[str, float]) -> Limit | No
     seconds = sum(split.get(phase, 0.0) for phase in ("forward", "backward", "optimizer")) / number
     if seconds >= _SHORT_S:
         return None
-    what = f"Its {number:,} micro-batches" if number > 1 else "Its updates"
-    compiling = "" if run.configured("model", "compile") is True else ", model.compile: true"
     is_larger = number > 1 and allows_larger(run.attempts)
     return Limit(
         "small operators",
         0.5,
-        f"{what} are so short ({formatting.short_time(seconds)} each) that operators' fixed costs make up much of them",
-        "a larger batch.micro_size" if is_larger else f"a larger batch.global_size{compiling}",
+        f"its micro-batches are so short ({formatting.short_time(seconds)} each) that operators' fixed costs make up "
+        "much of them",
+        "a larger batch.micro_size" if is_larger else "a larger batch.global_size, or model.compile: true if it is off",
         bounded=False,
     )
 
 
 def allows_larger(attempts: Sequence[Attempt]) -> bool:
-    """Return whether there are larger micro-batches, and no attempt had them, as one has before memory runs out."""
+    """Return whether micro-batches may be larger: no attempt had larger ones, which memory may have run out of."""
     sizes = [attempt.number("micro_size") or 0 for attempt in attempts]
     return not sizes or (sizes[-1] == max(sizes) and attempts[-1].number("accumulation") != 1)
 
 
 def _evaluations(run: RunData, ranks: RankHistory) -> Limit | None:
-    """Return a limit if evaluations take much of the time, which is what the intervals have beside updates."""
+    """Return a limit if much of the intervals' time is outside of updates."""
     seconds = sum(interval.seconds for interval in ranks.intervals if math.isfinite(interval.seconds))
     training = sum(
         float(interval.updates[0] * interval.step_seconds[0])
@@ -192,6 +142,6 @@ def _evaluations(run: RunData, ranks: RankHistory) -> Limit | None:
     return Limit(
         "evaluations",
         share,
-        f"Up to {100 * share:.0f} % of the time was outside of updates, with {evaluations:,} evaluations",
+        f"up to {100 * share:.0f} % of the time was outside of updates, with {evaluations:,} evaluations",
         "evaluation.every larger, or a smaller evaluation set",
     )

@@ -1,9 +1,4 @@
-"""A finished, stopped or broken run as one page to read: RUN/report.html.
-
-    read_run --> facts, charts --> report.html, which extends page.html --> one file, written atomically
-
-Needs no torch.
-"""
+"""A finished, stopped or broken run as one page to read: RUN/report.html. Needs no torch."""
 
 from __future__ import annotations
 
@@ -19,18 +14,16 @@ from typing import Any
 import numpy as np
 
 from lockstep import __version__
-from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.core.files import read_bounded, write_atomically
-from lockstep.core.formatting import counted
-from lockstep.core.near_runs import did_you_mean_run
+from lockstep.core.errors import RunFailed
+from lockstep.core.files import read_bounded
+from lockstep.core.near_runs import not_a_run
 from lockstep.core.secrets import hidden_setting, without_secrets
-from lockstep.monitor.folder import CONFIG, is_run, refuse_escaping_links
+from lockstep.monitor.folder import is_run, refuse_escaping_links
 from lockstep.monitor.media import MEDIA
-from lockstep.monitor.rank_meters import RANKS
 from lockstep.report import facts
 from lockstep.report.charts import Marks, draw
 from lockstep.report.curves import MAX_LOGGED, charts, rank_charts, straggler_rows
-from lockstep.report.html import render
+from lockstep.report.html import render, write_page
 from lockstep.report.rank_history import read_rank_history
 from lockstep.report.run_data import LoggedFile, RunData, read_run
 
@@ -38,12 +31,8 @@ REPORT = "report.html"
 
 _SAMPLES = 6
 _LONGEST_CONFIG = 100_000
-_NEAR_RUNS = 3
-
-
 _MOST_ROWS, _MOST_COLUMNS = 20, 20
 _LONGEST_CELL = 200
-_SMALLEST, _SIDE = 96, 256  # pixels on the screen, to which images are enlarged or shrunk
 _MOST_IMAGE_BYTES = 1 << 20
 _BEGIN, _END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
 MOST = 12
@@ -56,30 +45,25 @@ def write_report(run: Path, output: Path | None = None, ended: str = "") -> Path
     """Write RUN/report.html, or `output`, and return its path. The page lists what is damaged in the run.
 
     Args:
-        ended: How the run ended, as a sentence; empty if that isn't known, or not unusual.
+        ended: How the run ended, in a sentence; empty if that isn't known, or not unusual.
 
     Raises:
-        RunFailed: `run` is not a run's folder, or the system refuses to read or write a file.
+        ConfigError: `run` is not a run's folder.
+        RunFailed: A file can't be read or written.
     """
     folder = Path(os.path.abspath(run))
-    target = Path(os.path.abspath(output or folder / REPORT))
     check_run(folder)
     try:
         text = compose(read_run(folder), ended)
     except OSError as error:
         raise RunFailed(f"can't read {error.filename or folder}: {error.strerror or error}") from error
-    try:
-        write_atomically(target, text)
-    except OSError as error:
-        raise RunFailed(f"can't write {target}: {error.strerror or error}") from error
-    return target
+    return write_page(output or folder / REPORT, text)
 
 
 def compose(run: RunData, ended: str = "") -> str:
     """Return the page. Arguments as of `write_report`."""
     drawn, images, tables = charts(run), thumbnails(run), logged_tables(run)
     ranks = read_rank_history(run.folder)
-    rank_flaws = [f"{counted(ranks.damaged, 'line')} of {RANKS} can't be read, and left out."] if ranks.damaged else []
     span = (drawn[0].first, drawn[0].last, drawn[0].marks) if drawn else (0, 1, Marks())
     samples = np.unique(np.linspace(0, len(run.texts) - 1, min(_SAMPLES, len(run.texts))).round().astype(int))
     created = facts.date(run.environment.get("created"))
@@ -92,7 +76,7 @@ def compose(run: RunData, ended: str = "") -> str:
         standfirst=facts.as_text(run.config.get("description")),
         state=facts.state(run),
         byline=f" · {'last started' if run.num_attempts > 1 else 'started'} {created}" if created else "",
-        flaws=[*facts.flaws(run, ended), *rank_flaws],
+        flaws=[*facts.flaws(run, ended), *ranks.flaws],
         figures=facts.large_figures(run),
         facts=facts.facts(run),
         charts=drawn,
@@ -126,27 +110,19 @@ def _config_line(line: str) -> tuple[str, str]:
 
 
 def check_run(folder: Path) -> None:
-    """Raise RunFailed, with the run that may be meant, if it is not a run's folder; ConfigError if it isn't there."""
-    if is_run(folder):
-        refuse_escaping_links(folder)
-        return
-    if not folder.exists():
-        raise ConfigError(f"there is no folder {folder}{did_you_mean_run(folder)}")
-    if not folder.is_dir():
-        near = f"; its run is {folder.parent}" if is_run(folder.parent) else ""
-        raise RunFailed(f"{folder} is a file, not the folder of a run{near}")
-    runs = sorted((entry for entry in folder.iterdir() if is_run(entry)), key=lambda entry: entry.stat().st_mtime)
-    near = f"; the newest runs in it are {', '.join(str(entry) for entry in runs[-_NEAR_RUNS:])}" if runs else ""
-    raise RunFailed(f"{folder} is not the folder of a run: it has no {CONFIG}{near}")
+    """Raise ConfigError if it isn't a run's folder, or a link in it leads out."""
+    if not is_run(folder):
+        raise not_a_run(folder)
+    refuse_escaping_links(folder)
 
 
 @dataclass(frozen=True, slots=True)
 class ShownTable:
-    """A table, or the part of it that a page shows.
+    """The part of a table that a page shows.
 
     Attributes:
         columns: Each name, and whether all of the column's cells are numbers or empty.
-        cut: What isn't shown, and where it is; empty if all is.
+        cut: What isn't shown; empty if all is.
     """
 
     step: int
@@ -157,7 +133,7 @@ class ShownTable:
 
 
 def logged_tables(run: RunData) -> list[ShownTable]:
-    """Return the last table of each name, as far as they can be read."""
+    """Return the last table of each name that can be read."""
     shown = (_table(run, table) for table in newest_of_each(run.tables))
     return [table for table in shown if table is not None]
 
@@ -175,9 +151,9 @@ def _table(run: RunData, file: LoggedFile) -> ShownTable | None:
         return None
     named = [(_text(name), is_numeric) for name, is_numeric in zip(columns, numeric, strict=False)]
     texts = [[_text(cell) for cell in row] for row in kept]
-    size = f"{counted(len(rows) + left_out, 'row')} and {counted(len(columns), 'column')}"
-    lost = f", but for {counted(left_out, 'row')} that the run didn't keep" if left_out else ""
-    return ShownTable(file.step, file.name, named, texts, f"{size}: all are in {file.file}{lost}." if is_cut else "")
+    size = f"{len(rows) + left_out:,} rows, {len(columns):,} columns"
+    cut = f"Shown in part: {size}; the run kept {len(rows):,} rows, in {file.file}."
+    return ShownTable(file.step, file.name, named, texts, cut if is_cut else "")
 
 
 def _is_number(cell: Any) -> bool:
@@ -191,24 +167,15 @@ def _text(cell: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Thumbnail:
-    """An image that the browser shows small.
-
-    Attributes:
-        source: The PNG as an address of the scheme `data`.
-        width, height: Pixels on the screen.
-        size: Of the whole image, such as `640 x 480`.
-    """
+    """An image that the browser shows small; `source` is the PNG as a `data:` URL."""
 
     step: int
     name: str
     source: str
-    width: int
-    height: int
-    size: str
 
 
 def thumbnails(run: RunData) -> list[Thumbnail]:
-    """Return the last image of each name, as far as they can be read."""
+    """Return the last image of each name that can be read."""
     shown = (_thumbnail(run, image) for image in newest_of_each(run.images))
     return [thumbnail for thumbnail in shown if thumbnail is not None]
 
@@ -220,11 +187,7 @@ def _thumbnail(run: RunData, image: LoggedFile) -> Thumbnail | None:
         return None
     if not data.startswith(_BEGIN) or not data.endswith(_END):
         return None
-    width, height = (int.from_bytes(data[at : at + 4]) for at in (16, 20))
-    side = max(width, height, 1)
-    scale = min(max(1, round(_SMALLEST / side)), _SIDE / side)
-    source = "data:image/png;base64," + base64.b64encode(data).decode()
-    return Thumbnail(image.step, image.name, source, round(width * scale), round(height * scale), f"{width} x {height}")
+    return Thumbnail(image.step, image.name, "data:image/png;base64," + base64.b64encode(data).decode())
 
 
 def newest_of_each(files: Sequence[LoggedFile]) -> list[LoggedFile]:
@@ -233,7 +196,7 @@ def newest_of_each(files: Sequence[LoggedFile]) -> list[LoggedFile]:
 
 
 def content(run: RunData, file: LoggedFile, most: int = MOST_BYTES) -> bytes:
-    """Return the bytes of a file. Raises OSError, and ValueError for a link or one outside of the run's folder."""
+    """Return the bytes of a file. Raises OSError, and ValueError for a link or a file outside of MEDIA."""
     place = run.folder / file.file
     if place.is_symlink() or place.parent != run.folder / MEDIA:
         raise ValueError(f"{place} is not a file in {MEDIA}")
@@ -243,4 +206,4 @@ def content(run: RunData, file: LoggedFile, most: int = MOST_BYTES) -> bytes:
 def remark(files: Sequence[LoggedFile], shown: Sequence[Any]) -> str:
     """Return where the other files are; empty if all are shown."""
     others = len(files) - len(shown)
-    return f"The last of each name; {others:,} more {'is' if others == 1 else 'are'} in {MEDIA}/." if others else ""
+    return f"The last of each name; others in {MEDIA}/: {others:,}." if others else ""

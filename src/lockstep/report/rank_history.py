@@ -1,9 +1,6 @@
 """Reads ranks.jsonl: the times and gauges of a run's ranks, interval by interval.
 
-    {"step": 120, "ranks": [0, 1], "step_seconds": [0.05, 0.06], ...}   -->   Interval, whose columns are by rank
-
-Lines that are torn, damaged or of another shape are counted, and left out. Of a very long run every second, fourth, ...
-interval is kept, so that memory stays bounded.
+Damaged lines are counted and left out. Of a very long run every second, fourth, ... interval is kept.
 """
 
 from __future__ import annotations
@@ -20,31 +17,23 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.core.formatting import counted
+from lockstep.monitor.jsonl import as_number
 from lockstep.monitor.rank_meters import RANKS, Straggler
-from lockstep.report.run_data import RunData
 from lockstep.report.series import Numbers
 
 _MOST_INTERVALS = 20_000
 _MOST_COLUMNS = 1_000_000  # intervals x ranks
 _MOST_RANKS = 16_384
 _LONGEST_LINE = 1 << 25  # bytes; a line of 16,384 ranks has 2 MB
-_LARGEST = 1e18
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The times of all ranks in one interval. Columns have a number for each rank; NaN where it isn't known.
+    """The times of all ranks in an interval of `seconds` that ends at `step`.
 
-    Attributes:
-        step: At its end.
-        seconds: Its length.
-        ranks: Their numbers.
-        updates: Timed updates of each rank.
-        step_seconds: Mean of each rank's updates.
-        slowest: 95th percentile of each rank's updates.
-        split: Seconds of an update, by phase and rank.
-        gauges: Values by name and rank.
-        stragglers: The ranks that the others waited for.
+    Columns have a number for each rank; NaN: unknown. `step_seconds` is the mean of a rank's updates, `split` the
+    seconds of an update by phase.
     """
 
     step: int
@@ -52,32 +41,30 @@ class Interval:
     ranks: tuple[int, ...]
     updates: Numbers
     step_seconds: Numbers
-    slowest: Numbers
     split: Mapping[str, Numbers] = field(default_factory=dict)
     gauges: Mapping[str, Numbers] = field(default_factory=dict)
     stragglers: tuple[Straggler, ...] = ()
 
     @property
     def computing(self) -> Numbers:
-        """Seconds of an update in which each rank didn't wait for others; of the whole, if no phase was measured."""
+        """Seconds of an update in which each rank didn't wait for others; the whole if no phase was measured."""
         parts = [column for name, column in self.split.items() if name != "communication"]
         return np.sum(parts, axis=0) if parts else self.step_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class RankHistory:
-    """All intervals of a run, by step.
-
-    Attributes:
-        damaged: Number of lines that could not be read; a torn last line isn't counted.
-    """
+    """All intervals of a run, by step, and the number of damaged lines."""
 
     intervals: tuple[Interval, ...] = ()
     damaged: int = 0
 
     @property
+    def flaws(self) -> list[str]:
+        return [f"{counted(self.damaged, 'line')} of {RANKS} can't be read."] if self.damaged else []
+
+    @property
     def steps(self) -> Numbers:
-        """The steps at the intervals' ends."""
         return np.array([float(interval.step) for interval in self.intervals])
 
     def split(self) -> dict[str, float]:
@@ -103,7 +90,7 @@ class RankHistory:
         return float((seconds * updates)[timed].sum() / updates[timed].sum()) if timed.any() else None
 
     def computing(self) -> tuple[list[int], Numbers, Numbers]:
-        """Return all ranks, the seconds that each computes in an update, [interval, rank], and the mean of each."""
+        """Return all ranks, the seconds that each computes in an update, [interval, rank], and each rank's mean."""
         ranks = sorted({rank for interval in self.intervals for rank in interval.ranks})
         place = {rank: at for at, rank in enumerate(ranks)}
         seconds, updates = (
@@ -119,7 +106,7 @@ class RankHistory:
         return ranks, seconds, np.where(counts > 0, means, np.nan)
 
     def phases(self) -> dict[str, Numbers]:
-        """Return the mean over ranks of each phase's seconds in an update, by interval; NaN where it isn't known."""
+        """Return the mean over ranks of each phase's seconds in an update, by interval."""
         names = dict.fromkeys(name for interval in self.intervals for name in interval.split)
         return {name: _over_ranks([each.split.get(name) for each in self.intervals])[:, 1] for name in names}
 
@@ -134,7 +121,7 @@ class RankHistory:
         return max(((max(values), rank) for rank, values in by_rank.items()), default=None)
 
     def medians(self, gauge: str) -> dict[int, float]:
-        """Return the median of a gauge over all intervals, by rank; of ranks that have it."""
+        """Return the median of a gauge over all intervals, by rank."""
         return {rank: statistics.median(values) for rank, values in self._by_rank(gauge).items()}
 
     def _by_rank(self, gauge: str) -> dict[int, list[float]]:
@@ -146,7 +133,7 @@ class RankHistory:
         return values
 
     def stragglers(self) -> list[tuple[int, Straggler]]:
-        """Return the ranks that others waited for, the most frequent first: in how many intervals, how slow, where."""
+        """Return in how many intervals the others waited for a rank, with its median ratio, the most frequent first."""
         by_rank: dict[int, list[Straggler]] = {}
         for straggler in (each for interval in self.intervals for each in interval.stragglers):
             by_rank.setdefault(straggler.rank, []).append(straggler)
@@ -158,17 +145,8 @@ class RankHistory:
         return sorted(frequent, key=lambda item: -item[0])
 
 
-def damage(run: RunData, ranks: RankHistory) -> tuple[str, ...]:
-    """Return a sentence for each file of which lines could not be read."""
-    counts = {**run.damaged, **({RANKS: ranks.damaged} if ranks.damaged else {})}
-    return tuple(
-        f"{number:,} line{'s' * (number > 1)} of {run.folder / name} can't be read, and left out"
-        for name, number in counts.items()
-    )
-
-
 def read_rank_history(run: Path) -> RankHistory:
-    """Return what a run's ranks.jsonl has; nothing if there is none. Raises OSError."""
+    """Return the content of a run's ranks.jsonl, empty if there is none. Raises OSError."""
     kept: dict[int, Interval] = {}
     damaged, stride, columns = 0, 1, 0
     try:
@@ -201,11 +179,10 @@ def _interval(text: bytes) -> Interval | None:
             return None
         return Interval(
             step,
-            _number(record.get("seconds")),
+            as_number(record.get("seconds")),
             ranks,
             _column(record["updates"], size),
             _column(record["step_seconds"], size),
-            _column(record["slowest"], size),
             {str(name): _column(column, size) for name, column in record["split"].items()},
             {str(name): _column(column, size) for name, column in record["gauges"].items()},
             tuple(
@@ -220,12 +197,7 @@ def _interval(text: bytes) -> Interval | None:
 def _column(values: Any, size: int) -> Numbers:
     if not isinstance(values, list) or len(values) != size:
         raise ValueError("a column has a value for each rank")
-    return np.array([_number(value) for value in values])
-
-
-def _number(value: Any) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
-    return float(value) if is_number else math.nan
+    return np.array([as_number(value) for value in values])
 
 
 def _over_ranks(columns: Sequence[Numbers | None]) -> Numbers:

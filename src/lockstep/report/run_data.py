@@ -1,9 +1,4 @@
-"""Reads what a run wrote, however much of it is there.
-
-    config.yaml  environment.json  summary.json  metrics.jsonl  events.jsonl   -->  RunData, with its flaws
-
-A file may be missing, empty, torn by a kill or damaged: what can be read is read, and `flaws` lists the rest.
-"""
+"""Reads what a run wrote, however much of it is there: `flaws` says what is missing or damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ import numpy as np
 
 from lockstep.config.reading import MOST_BYTES, read_yaml, to_python
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
-from lockstep.core.formatting import listed
+from lockstep.core.formatting import counted, listed
 from lockstep.monitor.attempts import Attempt, read_attempts
 from lockstep.monitor.events import EVENTS, passed_discards
 from lockstep.monitor.folder import CONFIG, EARLIER, ENVIRONMENT, METRICS, SUMMARY
@@ -42,7 +37,7 @@ _values_of = itemgetter(*COLUMNS)
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """One line about a save; a number that it lacks is 0."""
+    """A save; a number that its line lacks is 0."""
 
     step: int
     size: float
@@ -53,7 +48,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text that user code, or the run itself, logged; cut where it is very long."""
+    """A text that user code, or the run itself, logged, perhaps cut."""
 
     step: int
     name: str
@@ -71,28 +66,22 @@ class LoggedFile:
 
 @dataclass(slots=True)
 class RunData:
-    """A run's folder, read.
+    """A run's folder, read. What is missing or can't be read is empty.
 
     Attributes:
-        config_text: config.yaml as it is; empty if it is missing.
-        config: its content; empty where it can't be read.
-        environment: empty where it can't be read.
-        summary: None while the run isn't finished; empty if it can't be read.
-        columns: of metrics.jsonl, by `COLUMNS`.
-        last: the last line of metrics.jsonl, empty if there is none.
-        reached: the last step that is known to have been made, which the metrics may lack; 0: none.
-        discarded: step and verdict of each discarded update.
-        evaluations: by set, then metric, then step.
-        logged: numbers that user code logged, by name, then step.
-        restarts: step that was resumed from, and ranks (0: unknown).
-        rollbacks: first and last step of the updates that a restart discarded.
-        left_out: reason by index of each sample that could not be used.
-        bad_numbers: (update, a clause about it) of each update whose numbers were bad, and that is known more of.
-        suspected: the samples that are suspected of each bad update for which some are.
-        earlier: number of attempts whose files are in `earlier`.
-        attempts: those that were recorded, also such without an update.
-        flaws: what could not be read, a sentence each.
-        damaged: number of lines that can't be read, by file; a torn last line isn't counted.
+        summary: None while the run isn't finished.
+        columns: Of metrics.jsonl, by `COLUMNS`.
+        last: The last line of metrics.jsonl.
+        reached: The last step that is known to have been made; 0: none.
+        discarded: Step and verdict of each discarded update.
+        evaluations: By set, then metric, then step.
+        logged: Numbers that user code logged, by name, then step.
+        restarts: Step that was resumed from, and ranks (0: unknown).
+        rollbacks: First and last step of the updates that a restart discarded.
+        left_out: Reason by index of each sample that could not be used.
+        bad_numbers: Update, and a clause about it.
+        earlier: Number of attempts with files in `earlier`.
+        flaws: What could not be read, a sentence each.
     """
 
     folder: Path
@@ -114,15 +103,13 @@ class RunData:
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
     left_out: dict[int, str] = field(default_factory=dict)
     bad_numbers: list[tuple[int, str]] = field(default_factory=list)
-    suspected: list[list[int]] = field(default_factory=list)
     earlier: int = 0
     attempts: tuple[Attempt, ...] = ()
     flaws: list[str] = field(default_factory=list)
-    damaged: dict[str, int] = field(default_factory=dict)
 
     @property
     def trained_loss(self) -> Series:
-        """The loss without that of discarded updates, unless the run ends with many of those in a row."""
+        """The loss without discarded updates, unless many of them in a row end the run."""
         loss = self.columns["loss"]
         gone = passed_discards([step for step, _ in self.discarded], int(loss.steps[-1]) if len(loss.steps) else 0)
         stays = ~np.isin(loss.steps, list(gone))
@@ -130,21 +117,15 @@ class RunData:
 
     @property
     def num_attempts(self) -> int:
-        """The number of attempts, by their own file or else by the restarts among the events."""
         return max(len(self.attempts), len(self.restarts) + 1)
 
     def configured(self, section: str, key: str) -> object:
-        """Return a value of the config; None if there is none."""
         values = self.config.get(section)
         return values.get(key) if isinstance(values, Mapping) else None
 
 
 def read_run(folder: Path) -> RunData:
-    """Read a run's folder.
-
-    Raises:
-        OSError: a file is there and the system refuses to read it.
-    """
+    """Read a run's folder. Raises OSError for a file that is there and can't be read."""
     run = RunData(folder)
     _read_config(run)
     run.environment = _object(run, ENVIRONMENT) or {}
@@ -213,7 +194,6 @@ def _parsed(text: str) -> Json | None:
 def _records(run: RunData, name: str) -> Iterator[tuple[int, Json]]:
     """Yield step and object of each line that has both."""
     damaged: list[int] = []
-    is_torn = False
     try:
         lines = (run.folder / name).open(encoding="utf-8", errors="replace", newline="\n")
     except FileNotFoundError:
@@ -224,19 +204,10 @@ def _records(run: RunData, name: str) -> Iterator[tuple[int, Json]]:
             step = _step(record.get("step")) if record is not None else None
             if record is not None and step is not None:
                 yield step, record
-            elif line.endswith("\n"):
+            elif line.endswith("\n"):  # the last one may be on its way
                 damaged.append(number)
-            else:
-                is_torn = True
-    if is_torn:
-        run.flaws.append(f"The last line of {name} is torn, as a kill or a running run leaves it; it is left out.")
     if damaged:
-        run.damaged[name] = len(damaged)
-    if len(damaged) == 1:
-        run.flaws.append(f"Line {damaged[0]:,} of {name} can't be read; it is left out.")
-    elif damaged:
-        first = f"{len(damaged):,} lines of {name} can't be read, the first of them line {damaged[0]:,}"
-        run.flaws.append(f"{first}; they are left out.")
+        run.flaws.append(f"{counted(len(damaged), 'line')} of {name} can't be read, from line {damaged[0]:,} on.")
 
 
 def _read_updates(run: RunData) -> None:
@@ -269,10 +240,7 @@ def _take_event(run: RunData, step: int, record: Json) -> None:
     elif "resumed" in record:
         run.restarts.append((step, _step(record.get("ranks")) or 0))
     elif "bad_numbers" in record:
-        samples = _samples(record.get("samples"))
-        run.bad_numbers.append((_step(record.get("update")) or step, _bad_numbers(record, samples)))
-        if samples:
-            run.suspected.append(samples)
+        run.bad_numbers.append((_step(record.get("update")) or step, _bad_numbers(record)))
     elif (index := _step(record.get("left_out"))) is not None:
         run.left_out[index] = _name(record.get("reason"))[:_LONGEST_TEXT]
     elif "saved" in record:
@@ -296,7 +264,8 @@ def _samples(value: object) -> list[int]:
     return [sample for sample in value if _step(sample) is not None] if isinstance(value, list) else []
 
 
-def _bad_numbers(record: Json, samples: list[int]) -> str:
+def _bad_numbers(record: Json) -> str:
+    samples = _samples(record.get("samples"))
     named = f"samples {listed([*map(str, samples)], _MOST_SAMPLES)}" if samples else ""
     parts = (_name(record.get("what")), _name(record.get("where")), named)
     what = "; ".join(part for part in parts if part)[:_LONGEST_TEXT]

@@ -229,9 +229,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
         if checkpoints.resumed_from is None or resume.origin is not None:
             run_folder.archive_attempt()
         else:
-            run_folder.rewind(checkpoints.resumed_from)
-            if checkpoints.evaluations.comes_first:
-                run_folder.remove_evaluations(checkpoints.resumed_from)
+            run_folder.rewind(checkpoints.resumed_from, repeats_evaluations=checkpoints.evaluations.comes_first)
         run_folder.write_config(recorded(components.config, checkpoints.run))
         notes += unremembered(components.config, folder)
         run_folder.write_environment({**environment, "run": checkpoints.run})

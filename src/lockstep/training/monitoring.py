@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -26,7 +25,7 @@ from lockstep.monitor.metric_log import MetricLog, collected
 from lockstep.monitor.monitors import BackgroundWriter, Monitors, ReportWriter
 from lockstep.monitor.nvidia import gpu_gauges
 from lockstep.monitor.prometheus import PrometheusEndpoint
-from lockstep.monitor.rank_meters import MeterFiles, MeterThread, RankMeters
+from lockstep.monitor.rank_meters import MeterFiles, RankMeters
 from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.monitor.trackers import TrackerMonitor
 from lockstep.training.session import components_of
@@ -103,15 +102,14 @@ class Meters:
         self.files: MeterFiles | None = None
         if self._measures and world.rank == 0:
             self.files = MeterFiles(folder, world.notices, seconds, world.size)
-        own = RankMeters(
+        self._meters = RankMeters(
             world.clock,
             world.notices,
             world.rank,
             lambda: session.progress.steps,
             [self._collectives.gauges, memory_gauges(world.device), *host_gauges(folder), *gpu_gauges(world.device)],
-            os.getpid(),
+            self.files,
         )
-        self._thread = MeterThread(own, self.files)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -120,16 +118,16 @@ class Meters:
             yield
             return
         with self._collectives.measuring():
-            self._thread.start()
+            self._meters.start()
             try:
                 yield
             finally:
-                self._thread.finish()
+                self._meters.finish()
 
     def stop(self) -> None:
         """Post for the last time."""
         if self._measures:
-            self._thread.stop()
+            self._meters.stop()
 
 
 def refuse_missing_packages(config: Config) -> None:
