@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 79_028
-MOST_FILES = 464
-MOST_CODE = 47_671
+MOST_LINES = 77_341
+MOST_FILES = 463
+MOST_CODE = 46_873
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
-LARGER_PACKAGES = {"training": 8_869, "monitor": 5_774}
+LARGER_PACKAGES = {"training": 8_865}
 MOST_SMALL_FILES = 7
 """Files of less than 60 lines, an `__init__` aside, that one other file imports."""
 MOST_IN_CIRCLES = {
