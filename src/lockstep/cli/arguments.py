@@ -1,9 +1,7 @@
 """The arguments of a verb: its flags, names and files, and overrides of the config.
 
-    train digits more.yaml --ranks 2 --optim.lr 1e-3 run.steps=5 --model.compile
-          names            flag      override        override    override (true)
-
-A flag that the verb doesn't have is an override; if there is no such key, the config error suggests the closest one.
+train digits more.yaml --ranks 2 --optim.lr 1e-3 run.steps=5 --model.compile
+      names            flag      override        override    override (true)
 """
 
 from __future__ import annotations
@@ -72,14 +70,11 @@ class Prepared:
 
     Attributes:
         execute: Does what the verb does, and returns the exit code.
-        config: The config, if the verb reads one from its arguments.
         name: What a run with it is called.
         folder: The folder of the run, if the arguments or the config name it.
-        starts_run: Whether it starts or resumes a run.
-        nodes: Whether it can be started on several hosts, as `add_hosts` adds the flags for.
+        nodes: Whether it can be started on several hosts.
         ranks: Ranks on each host, if the arguments state them; the config may do so, too.
         restart: The arguments with which the same run is resumed; None: the same ones.
-        trust_remote_code: Whether code that comes with a downloaded model may run.
     """
 
     execute: Callable[[], int]
@@ -112,9 +107,8 @@ class Parser(argparse.ArgumentParser):
 
     def flags(self) -> dict[str, bool]:
         """Return every flag, and whether it takes a value."""
-        return {
-            flag: action.nargs != 0 for action in self._actions for flag in action.option_strings if flag[1:2] == "-"
-        }
+        named = [(flag, action.nargs != 0) for action in self._actions for flag in action.option_strings]
+        return {flag: takes_value for flag, takes_value in named if flag.startswith("--")}
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[Override]]:
         """Return the verb's arguments and the overrides, including those that a flag abbreviates.
@@ -125,13 +119,10 @@ class Parser(argparse.ArgumentParser):
         flags = self.flags()
         own, overrides = split(arguments, flags)
         args = self.parse_args(own)
-        problems = []
         for override in overrides:
             near = difflib.get_close_matches(override.place, list(flags), n=1, cutoff=0.8)
             if "." not in override.key and near:
-                problems.append(Problem(override.place, "", f"there is no such flag; did you mean {near[0]}?"))
-        if problems:
-            raise ConfigError(problems)
+                raise ConfigError(Problem(override.place, "", f"there is no such flag; did you mean {near[0]}?"))
         given = vars(args)
         for name in ("ranks", *HOST_FLAGS):
             if given.get(f"launch_{name}") is not None:
@@ -229,12 +220,10 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     """Add `--nodes N` and what belongs to it, short for keys of `launch`."""
     text = "hosts, each with this command; MIN:MAX: trains while some are missing"
     parser.add_argument("--nodes", type=nodes, metavar="N", dest="launch_nodes", help=text)
-    parser.add_argument(
-        "--rendezvous", metavar="HOST:PORT", dest="launch_rendezvous", help="where hosts meet: an address of node 0"
-    )
-    parser.add_argument(
-        "--node-rank", type=count, metavar="R", dest="launch_node_rank", help="rank of this host; default: as they come"
-    )
+    text = "where hosts meet: an address of node 0"
+    parser.add_argument("--rendezvous", metavar="HOST:PORT", dest="launch_rendezvous", help=text)
+    text = "rank of this host; default: as they come"
+    parser.add_argument("--node-rank", type=count, metavar="R", dest="launch_node_rank", help=text)
     parser.add_argument("--job-id", metavar="ID", dest="launch_job_id", help="id of the job, the same on all hosts")
 
 
@@ -325,11 +314,9 @@ def run_path(text: str) -> Path:
 def size(text: str) -> int:
     """Return bytes for 80GiB, 80GB, 24G (GiB), or a number of at least a MiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", text.strip(), re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0; write 80GiB, 80GB or a number of bytes")
+    if match is None or float(match[1]) == 0 or (not (match[2] or match[4]) and float(match[1]) < 1 << 20):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 80GiB, 80GB, or a number with B for bytes")
     number, prefix, binary, byte = match.groups()
-    if not (prefix or byte) and float(number) < 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} would be {text} bytes; write {text}GiB, or {text}B for bytes")
     base = 1000 if byte and not binary else 1024
     return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
 

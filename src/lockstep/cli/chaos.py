@@ -61,9 +61,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     parser.add_argument("--steps", type=_steps, default=12, metavar="N", help="updates of a run; default %(default)s")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the faults; default %(default)s")
     parser.add_argument("--nodes", type=nodes, default=1, metavar="N", help="hosts, or MIN:MAX, on this machine")
-    parser.add_argument(
-        "--folder", type=path, metavar="PATH", help="for the runs; by default runs/chaos-RECIPE-DATE-TIME"
-    )
+    parser.add_argument("--folder", type=path, metavar="PATH", help="default: runs/chaos-RECIPE-DATE-TIME")
     parser.add_argument("--keep", action="store_true", help="keep the runs of rounds that passed, too")
     args, overrides = parser.parse(arguments)
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
@@ -74,11 +72,9 @@ def _notes(loaded: LoadedConfig, of_round: Config) -> Iterator[str]:
     """Yield a note on flags that rounds don't follow."""
     from lockstep.config.loading import values
 
-    given, used = values(loaded.config), values(of_round)
-    flags = [
-        f"--{key}" for key, value in given.items() if loaded.origins[key].startswith("--") and used.get(key) != value
-    ]
-    if flags:
+    used = values(of_round)
+    changed = [key for key, value in values(loaded.config).items() if used.get(key) != value]
+    if flags := [f"--{key}" for key in changed if loaded.origins[key].startswith("--")]:
         yield f"note: rounds have settings of their own, and not {', '.join(flags)}; --steps is the length of one"
 
 

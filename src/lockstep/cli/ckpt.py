@@ -6,7 +6,7 @@ Each takes the folder of a run, of checkpoints, or of one checkpoint. Only `diff
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +29,7 @@ from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo, plain_line
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint.inspection import VerificationResult
     from lockstep.checkpoint.manifest import Manifest
     from lockstep.config.every import Every
     from lockstep.config.override import Override
@@ -55,10 +56,8 @@ def _ls(arguments: Sequence[str]) -> int:
     place = _all_of(args.run, "ls lists")
     entries = list_checkpoints(place.storage)
     why, aside = keep_reasons(entries, _section(place)), place.storage.moved_aside()
-    _print(ckpt_text.listed(place.place, entries, why, aside))
-    if args.json:
-        emit({"run": str(args.run), **ckpt_text.listed_json(place.place, entries, why, aside)})
-    return 0
+    values = ckpt_text.listed_json(place.place, entries, why, aside)
+    return _reported(args, ckpt_text.listed(place.place, entries, why, aside), values)
 
 
 def _show(arguments: Sequence[str]) -> int:
@@ -70,18 +69,13 @@ def _show(arguments: Sequence[str]) -> int:
     from lockstep.cli import ckpt_text
 
     place, name, manifest = _chosen(args)
-    _print(ckpt_text.shown(place.where(name), manifest, tensors=args.tensors))
-    if args.json:
-        emit({"run": str(args.run), **ckpt_text.shown_json(name, manifest, tensors=args.tensors)})
-    return 0
+    lines = ckpt_text.shown(place.where(name), manifest, tensors=args.tensors)
+    return _reported(args, lines, ckpt_text.shown_json(name, manifest, tensors=args.tensors))
 
 
 def _verify(arguments: Sequence[str]) -> int:
-    parser = _parser(
-        "verify",
-        "Reads and hashes every byte of a checkpoint, and of the weights that the run has published. Exit code "
-        "3: one is damaged.",
-    )
+    summary = "Reads and hashes every byte of a checkpoint, and of the weights that the run has published.\n"
+    parser = _parser("verify", f"{summary}Exit code 3: one is damaged.")
     which = parser.add_mutually_exclusive_group()
     _add_step(which)
     which.add_argument("--all", action="store_true", help="every checkpoint")
@@ -95,20 +89,22 @@ def _verify(arguments: Sequence[str]) -> int:
     place = _all_of(args.run, "--all verifies") if args.all else find(args.run)
     chosen = choose(place, args.step)
     run = place.run if place.name is None and args.step is None else None
-    results, published = [], []
-    for result in verify_all(place.storage) if args.all else [verify(place.storage, chosen)]:
-        results.append(result)
-        _print([ckpt_text.verified(result)])
-    for result in verify_weights(run / MODEL) if run is not None else ():
-        published.append(result)
-        _print([ckpt_text.verified(result)])
-    faults = [result for result in results if result.fault is not None]
-    damaged = [result for result in published if result.fault is not None]
+    checked = {
+        "checkpoints": verify_all(place.storage) if args.all else [verify(place.storage, chosen)],
+        "weights": verify_weights(run / MODEL) if run is not None else (),
+    }
+    results: dict[str, list[VerificationResult]] = {}
+    for what, each in checked.items():
+        results[what] = []
+        for result in each:
+            results[what].append(result)
+            _print([ckpt_text.verified(result)])
+    faults, damaged = ([each for each in results[what] if each.fault is not None] for what in checked)
     if args.json:
-        verified = {"checkpoints": list(map(asdict, results)), "weights": list(map(asdict, published))}
+        verified = {what: [asdict(each) for each in results[what]] for what in checked}
         emit({"run": str(args.run), "ok": not faults and not damaged, **verified})
     if faults or damaged:
-        messages = [ckpt_text.damaged(place.place, faults, len(results))] if faults else []
+        messages = [ckpt_text.damaged(place.place, faults, len(results["checkpoints"]))] if faults else []
         messages += [f"{run}/{result.name} is damaged: {result.fault}" for result in damaged]
         raise VerificationError("\n".join(messages))
     return 0
@@ -131,9 +127,8 @@ def _audit(arguments: Sequence[str]) -> int:
         result = audit(manifest.state, manifest.samples)
     except VerificationError as error:
         raise VerificationError(f"{place.where(name)} can't be audited: {error}") from None
-    _print(ckpt_text.audited(manifest.step, result))
-    if args.json:
-        emit({"run": str(args.run), "step": manifest.step, **ckpt_text.audited_json(result)})
+    values = {"step": manifest.step, **ckpt_text.audited_json(result)}
+    _reported(args, ckpt_text.audited(manifest.step, result), values)
     if not result.complete:
         raise VerificationError(f"{place.where(name)}: {ckpt_text.incomplete(result)}")
     return 0
@@ -145,9 +140,8 @@ def _diff(arguments: Sequence[str]) -> int:
         "compared. Exit code 0: they are equal; 1: they differ; 3: one is damaged."
     )
     parser = Parser("ckpt diff", summary, usage="A B | RUN --steps N M [--json]")
-    parser.add_argument(
-        "checkpoints", nargs="+", type=path_or_address, metavar="PATH", help="two checkpoints, or runs for their newest"
-    )
+    two = "two checkpoints, or runs for their newest"
+    parser.add_argument("checkpoints", nargs="+", type=path_or_address, metavar="PATH", help=two)
     parser.add_argument("--steps", nargs=2, type=count, metavar=("N", "M"), help="two steps of one run")
     add_json(parser)
     args = parser.parse_args(arguments)
@@ -177,9 +171,7 @@ def _prune(arguments: Sequence[str]) -> int:
     parser = _parser("prune", summary)
     parser.add_argument("--keep-last", type=whole, metavar="N", help="instead of checkpoint.keep_last")
     parser.add_argument("--keep-every", type=_every, metavar="INTERVAL", help="instead of checkpoint.keep_every")
-    parser.add_argument(
-        "--aside", action="store_true", help="also delete what was moved aside (broken-*, superseded-*)"
-    )
+    parser.add_argument("--aside", action="store_true", help="also delete broken-* and superseded-*")
     parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     args = parser.parse_args(arguments)
 
@@ -193,10 +185,8 @@ def _prune(arguments: Sequence[str]) -> int:
     with nullcontext() if args.dry_run or place.run is None else lock_run(place.run):
         pruned = prune(place.storage, section, dry=args.dry_run)
         aside = prune_moved_aside(place.storage, dry=args.dry_run) if args.aside else {}
-    _print(ckpt_text.pruned(pruned, aside, dry=args.dry_run))
-    if args.json:
-        emit({"run": str(args.run), **ckpt_text.pruned_json(pruned, aside, dry=args.dry_run)})
-    return 0
+    values = ckpt_text.pruned_json(pruned, aside, dry=args.dry_run)
+    return _reported(args, ckpt_text.pruned(pruned, aside, dry=args.dry_run), values)
 
 
 def _import(arguments: Sequence[str]) -> int:
@@ -207,17 +197,12 @@ def _import(arguments: Sequence[str]) -> int:
         "With --config, FOLDER becomes a run with weights and optimizer state, at the checkpoint's step:\n"
         "`lockstep train FOLDER` continues it."
     )
-    usage = (
-        "FILE FOLDER [--key KEY] [--prefix PREFIX] [--force] [--json] | FILE FOLDER --config RECIPE [overrides] "
-        "[--step N] [--sample N]"
-    )
+    usage = "FILE FOLDER [options] | FILE FOLDER --config RECIPE [options] [overrides]"
     parser = Parser("ckpt import", summary, usage=usage)
     parser.add_argument("file", type=path, metavar="FILE", help="the file or folder to read")
     parser.add_argument("folder", type=path, metavar="FOLDER", help="to write to")
     parser.add_argument("--key", metavar="KEY", help="where a torch file has the model: net, states.net")
-    parser.add_argument(
-        "--prefix", metavar="PREFIX", default="", help="take only tensors with this prefix, and remove it"
-    )
+    parser.add_argument("--prefix", metavar="P", default="", help="take only tensors with this prefix, and remove it")
     parser.add_argument("--force", action="store_true", help="replace what is there")
     parser.add_argument("--config", metavar="RECIPE", help="config of the run to make: a recipe or a file")
     parser.add_argument("--step", type=count, metavar="N", help="the run begins at this step, not the checkpoint's")
@@ -265,28 +250,20 @@ COMMANDS = {
     "show": Command("show what a checkpoint contains", _show, "RUN [--step N] [--tensors] [--json]"),
     "verify": Command("read and hash every byte", _verify, "RUN [--step N | --all] [--json]"),
     "diff": Command("show how two checkpoints differ", _diff, "A B, or RUN --steps N M [--json]"),
-    "prune": Command(
-        "delete checkpoints that the config doesn't keep",
-        _prune,
-        "RUN [--keep-last N] [--keep-every INTERVAL] [--aside] [--dry-run] [--json]",
-    ),
+    "prune": Command("delete checkpoints that the config doesn't keep", _prune, "RUN [options] [--dry-run] [--json]"),
     "audit": Command("check that the run was trained on every sample once", _audit, "RUN [--step N] [--json]"),
     "import": Command(
         "convert a checkpoint of another program to weights, or to a run",
         _import,
-        "FILE FOLDER [--key KEY] [--prefix PREFIX] [--force | --config RECIPE [overrides]] [--json]",
+        "FILE FOLDER [options] [--config RECIPE [overrides]] [--json]",
     ),
 }
 
 
 def _parser(way: str, summary: str) -> Parser:
     parser = Parser(f"ckpt {way}", summary)
-    parser.add_argument(
-        "run",
-        type=path_or_address,
-        metavar="RUN",
-        help="a run's folder, a folder or address of checkpoints, or one of them",
-    )
+    what = "a run's folder, a folder or address of checkpoints, or one of them"
+    parser.add_argument("run", type=path_or_address, metavar="RUN", help=what)
     add_json(parser)
     return parser
 
@@ -338,3 +315,10 @@ def _section(place: CheckpointLocation) -> Checkpoint:
 def _print(lines: Sequence[str]) -> None:
     for line in lines:
         echo(plain_line(line), flush=True)
+
+
+def _reported(args: argparse.Namespace, lines: Sequence[str], values: Mapping[str, object]) -> int:
+    _print(lines)
+    if args.json:
+        emit({"run": str(args.run), **values})
+    return 0

@@ -20,18 +20,10 @@ if TYPE_CHECKING:
 
 def run(arguments: Sequence[str]) -> int:
     """Compare runs: curves, final figures, differences of configs, statistics over seeds."""
-    parser = Parser(
-        "compare",
-        "Compares runs, printed and as one self-contained HTML page: curves, final figures, how the configs differ,\n"
-        "mean and deviation over seeds.",
-    )
-    parser.add_argument(
-        "runs",
-        nargs="*",
-        type=run_path,
-        metavar="RUN",
-        help="folders of runs; a folder of runs, such as a sweep's, stands for all of them",
-    )
+    summary = "Compares runs, also as one HTML page: curves, final figures, configs, mean and deviation over seeds."
+    parser = Parser("compare", summary)
+    text = "folders of runs; a folder of runs, such as a sweep's, stands for all of them"
+    parser.add_argument("runs", nargs="*", type=run_path, metavar="RUN", help=text)
     parser.add_argument("--output", type=path, metavar="FILE", help="where to write the page; by default compare.html")
     add_json(parser)
     args = parser.parse_args(arguments)

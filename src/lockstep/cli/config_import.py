@@ -1,9 +1,4 @@
-"""The command `config import`: convert another tool's config, and list what becomes of each key.
-
-    args.json  -->  YAML on stdout (or --to FILE)    the keys on stderr (with --to: on stdout)
-
-Nothing is written if a key that changes the run has no counterpart, unless --lenient is given.
-"""
+"""The command `config import`: convert another tool's config, and list what becomes of each key."""
 
 from __future__ import annotations
 
@@ -34,12 +29,8 @@ def run(arguments: Sequence[str]) -> int:
     parser = Parser("config import", _SUMMARY, _EPILOG, "FILE [flags] [overrides]")
     parser.add_argument("file", type=path, metavar="FILE", help="YAML, JSON or TOML; a pickle is refused")
     kinds = ("yaml", "deepspeed", "trainer", "accelerate")
-    parser.add_argument(
-        "--from", dest="kind", choices=kinds, help="the kind of file; by default inferred from its keys"
-    )
-    parser.add_argument(
-        "--ranks", type=whole, metavar="N", help="number of ranks on all machines that the file was made for"
-    )
+    parser.add_argument("--from", dest="kind", choices=kinds, help="kind of file; default: inferred from its keys")
+    parser.add_argument("--ranks", type=whole, metavar="N", help="ranks on all machines that the file was made for")
     parser.add_argument("--to", type=path, metavar="FILE", help="where to write the config; by default stdout")
     parser.add_argument("--force", action="store_true", help="let --to overwrite a file")
     parser.add_argument("--lenient", action="store_true", help="leave out keys that are not there or not known")
@@ -109,15 +100,9 @@ def _unquoted(text: str) -> str:
 def _as_json(imported: ImportedConfig) -> dict[str, object]:
     from lockstep.interop.importing import nested
 
-    keys = [
-        {
-            "key": finding.key,
-            "where": finding.where,
-            "standing": finding.answer.status,
-            "settings": dict(finding.answer.settings),
-            "why": finding.answer.why,
-        }
-        for finding in imported.findings
-    ]
+    keys = []
+    for finding in imported.findings:
+        answer = {"standing": finding.answer.status, "settings": dict(finding.answer.settings)}
+        keys.append({"key": finding.key, "where": finding.where, **answer, "why": finding.answer.why})
     config, missing = nested(imported.settings), dict(imported.missing)
     return {"kind": imported.file.kind, "config": config, "missing": missing, "keys": keys}

@@ -14,9 +14,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _fetch(arguments: Sequence[str]) -> int:
-    summary = (
-        "Downloads model, tokenizer and datasets of a recipe, so that it runs without a network; tokenizes packed ones."
-    )
+    summary = "Downloads model, tokenizer and datasets of a recipe, so that it runs offline; tokenizes packed ones."
     parser = Parser("data fetch", summary, CONFIG_EPILOG, "RECIPE [overrides]")
     add_config(parser)
     args, overrides = parser.parse(arguments)
@@ -33,17 +31,11 @@ def _fetch(arguments: Sequence[str]) -> int:
 
 def _prepare(arguments: Sequence[str]) -> int:
     parser = Parser("data prepare", "Turns text into a folder of token ids, for `data.train.kind: tokens`.")
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="INPUT",
-        help="text files, .jsonl, .json, .csv, .parquet files, or folders and names of Hugging Face datasets",
-    )
+    inputs = "text files, .jsonl, .json, .csv, .parquet files, or folders and names of Hugging Face datasets"
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help=inputs)
     parser.add_argument("--output", type=path, required=True, metavar="FOLDER", help="where to write")
     parser.add_argument("--tokenizer", required=True, metavar="NAME", help="a Hugging Face tokenizer, or bytes")
-    parser.add_argument(
-        "--split", default="train", help="of datasets, with slices such as train[:1000]; default %(default)s"
-    )
+    parser.add_argument("--split", default="train", help="of datasets, such as train[:1000]; default %(default)s")
     parser.add_argument("--column", default="text", metavar="NAME", help="column of the text; default %(default)s")
     parser.add_argument("--configuration", metavar="NAME", help="configuration of a dataset")
     parser.add_argument("--held-out", type=whole, metavar="N", help="put every Nth document into the split held-out")
@@ -51,15 +43,8 @@ def _prepare(arguments: Sequence[str]) -> int:
 
     from lockstep.data.prepare import prepare
 
-    headers = prepare(
-        args.inputs,
-        args.output,
-        tokenizer=args.tokenizer,
-        split=args.split,
-        column=args.column,
-        configuration=args.configuration,
-        held_out=args.held_out,
-    )
+    names = ("tokenizer", "split", "column", "configuration", "held_out")
+    headers = prepare(args.inputs, args.output, **{name: getattr(args, name) for name in names})
     for split_name, header in headers.items():
         echo(f"{args.output}: {split_name}, {header.tokens:,} tokens of {header.documents:,} documents")
     return 0

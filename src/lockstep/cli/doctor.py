@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.cli.arguments import (
+    HOST_FLAGS,
     Parser,
     Prepared,
     add_hosts,
@@ -34,28 +35,18 @@ def run(arguments: Sequence[str]) -> int:
 def prepare(arguments: Sequence[str]) -> Prepared:
     """Read the arguments."""
     parser = Parser("doctor", "Finds what makes training fail; exit code 3 if something is wrong.")
-    parser.add_argument(
-        "run", nargs="?", type=run_path, metavar="RUN", help="a run's folder: state what happened in it"
-    )
+    parser.add_argument("run", nargs="?", type=run_path, metavar="RUN", help="a run's folder: say what happened in it")
     parser.add_argument("--known", action="store_true", help="print the catalog of known failures")
-    parser.add_argument(
-        "--folder", type=path, default=Path("runs"), metavar="FOLDER", help="where runs are; default %(default)s"
-    )
+    parser.add_argument("--folder", type=path, default=Path("runs"), metavar="FOLDER", help="of runs; default runs")
     parser.add_argument("--port", type=port, default=0, metavar="N", help="the port that launch.port will have")
     parser.add_argument("--ranks", type=whole, metavar="N", help="measure between N ranks on this machine instead")
     add_hosts(parser)
     parser.add_argument("--interface", metavar="NAME", help="with --ranks: as launch.interface")
     parser.add_argument("--device", default="auto", metavar="NAME", help="with --ranks: as launch.device")
-    parser.add_argument(
-        "--timeout",
-        type=whole,
-        default=60,
-        metavar="N",
-        help="with --ranks: seconds of a collective; default %(default)s",
-    )
-    parser.add_argument(
-        "--size", type=size, default=16 << 20, metavar="SIZE", help="with --ranks: the largest buffer; default 16MiB"
-    )
+    text = "with --ranks: seconds of a collective; default %(default)s"
+    parser.add_argument("--timeout", type=whole, default=60, metavar="N", help=text)
+    text = "with --ranks: the largest buffer; default 16MiB"
+    parser.add_argument("--size", type=size, default=16 << 20, metavar="SIZE", help=text)
     add_json(parser, "object (with --known: a list)")
     args = parser.parse_args(arguments)
     measures = args.ranks is not None or args.launch_nodes is not None
@@ -89,16 +80,9 @@ def _measure(args: argparse.Namespace, width: int | None) -> int:
     from lockstep.config.schema import Launch
     from lockstep.doctor.ranks import Measurement, start
 
-    of_hosts = {"nodes": args.launch_nodes or 1, "rendezvous": args.launch_rendezvous, "job_id": args.launch_job_id}
-    section = Launch(
-        ranks=args.ranks or "auto",
-        port=args.port,
-        timeout=args.timeout,
-        device=args.device,
-        interface=args.interface,
-        node_rank=args.launch_node_rank,
-        **of_hosts,
-    )
+    given = {name: getattr(args, name) for name in ("port", "timeout", "device", "interface")}
+    given |= {name: getattr(args, f"launch_{name}") for name in HOST_FLAGS}
+    section = Launch(**{**given, "ranks": args.ranks or "auto", "nodes": args.launch_nodes or 1})
     return start(Measurement(section, args.size, width, args.json))
 
 

@@ -19,27 +19,15 @@ def run(arguments: Sequence[str]) -> int:
     """Write the model, once every byte of it is verified."""
     summary = "Writes the model of a run for other tools, from a checkpoint in which every byte of the model verifies."
     parser = Parser("export", summary, _EPILOG)
-    parser.add_argument(
-        "run", type=run_path, metavar="RUN", help="a run's folder, a folder of checkpoints, or one of them"
-    )
+    parser.add_argument("run", type=run_path, metavar="RUN", help="a folder of a run, of checkpoints, or a checkpoint")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--step",
-        type=count,
-        metavar="N",
-        help="the step of the checkpoint; by default the newest whose model verifies",
-    )
+    which.add_argument("--step", type=count, metavar="N", help="default: the newest checkpoint whose model verifies")
     which.add_argument("--best", action="store_true", help="the checkpoint that is best by checkpoint.best")
     parser.add_argument("--to", type=path, metavar="PLACE", help="a folder, or a file; by default in RUN/export")
-    parser.add_argument(
-        "--format", choices=_FORMATS, default="auto", help="hf: a folder for from_pretrained; torch: a state dict"
-    )
-    parser.add_argument(
-        "--with",
-        dest="also",
-        choices=("optimizer",),
-        help="optimizer state and step, too, with --format torch",
-    )
+    formats = "hf: a folder for from_pretrained; torch: a state dict"
+    parser.add_argument("--format", choices=_FORMATS, default="auto", help=formats)
+    also = "optimizer state and step, too: hf for Trainer, dcp for torchtitan, torch for any loop"
+    parser.add_argument("--with", dest="also", choices=("optimizer",), help=also)
     parser.add_argument("--force", action="store_true", help="replace what is there")
     add_json(parser)
     add_trust(parser)
@@ -55,10 +43,7 @@ def run(arguments: Sequence[str]) -> int:
     echo(f"{made.target}: step {made.step:,}, {made.tensors:,} tensors, {made.elements:,} elements ({made.form})")
     if made.transforms:
         transforms = ", ".join(made.transforms)
-        echo(
-            f"note: the run's model had transforms, which are not in the file: {transforms}; "
-            "a model without them computes other outputs"
-        )
+        echo(f"note: the file lacks the run's transforms ({transforms}): without them, the model's outputs differ")
     if args.json:
         values = {"run": args.run, "checkpoint": made.checkpoint, "step": made.step, "format": made.form}
         values |= {"to": made.target, "tensors": made.tensors, "elements": made.elements, "broken": dict(made.broken)}

@@ -15,13 +15,8 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("run", type=run_path, metavar="RUN", help="the run's folder")
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue")
     parser.add_argument("--tokens", type=whole, default=256, metavar="N", help="most new tokens; default %(default)s")
-    parser.add_argument(
-        "--temperature",
-        type=temperature,
-        default=0.8,
-        metavar="T",
-        help="of the softmax; default %(default)s, 0 takes the likeliest token",
-    )
+    text = "of the softmax; default %(default)s, 0 takes the likeliest token"
+    parser.add_argument("--temperature", type=temperature, default=0.8, metavar="T", help=text)
     parser.add_argument("--top-k", type=whole, metavar="K", help="sample from the K likeliest tokens only")
     parser.add_argument("--seed", type=count, default=42, metavar="N", help="of the samples; default %(default)s")
     add_json(parser)
@@ -30,16 +25,8 @@ def run(arguments: Sequence[str]) -> int:
 
     from lockstep.training.finished_run import generate_text
 
-    text = generate_text(
-        args.run,
-        args.prompt,
-        tokens=args.tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        seed=args.seed,
-        trust_remote_code=args.trust_remote_code,
-        trust_run=args.trust_run,
-    )
+    names = ("tokens", "temperature", "top_k", "seed", "trust_remote_code", "trust_run")
+    text = generate_text(args.run, args.prompt, **{name: getattr(args, name) for name in names})
     if args.json:
         emit({"run": str(args.run), "prompt": args.prompt, "text": text})
     else:

@@ -19,13 +19,9 @@ def run(arguments: Sequence[str]) -> int:
     kinds = "\n".join(f"  {name:<11} {start.summary}" for name, start in STARTS.items())
     parser = Parser("init", "Writes a first config, with comments.", f"KIND is one of\n{kinds}")
     parser.add_argument("kind", nargs="?", metavar="KIND", help="what to write; on a terminal it is asked for")
-    parser.add_argument(
-        "--folder", type=path, default=Path(), metavar="FOLDER", help="where to write; by default the current folder"
-    )
+    parser.add_argument("--folder", type=path, default=Path(), metavar="FOLDER", help="default: the current folder")
     parser.add_argument("--model", metavar="NAME", help="finetune, classifier: a folder or a name on the hub")
-    parser.add_argument(
-        "--data", metavar="NAME", help="text, finetune, classifier: a file, a folder or a name on the hub"
-    )
+    parser.add_argument("--data", metavar="NAME", help="text, finetune, classifier: a file, folder or name on the hub")
     args = parser.parse_args(arguments)
     asks = args.kind is None and sys.stdin.isatty() and sys.stdout.isatty()
     kind = _ask_kind() if asks else args.kind

@@ -1,10 +1,4 @@
-"""The verb `launch`: lockstep launch WHERE [options] VERB ..., lockstep launch WHERE status JOB|RUN.
-
-    lockstep launch slurm --nodes 2    train digits --ranks 4 optim.lr=0.1
-                    launcher's flags   the command line as without `launch`, checked here as it would be there
-
-A job is remembered in `launch/job.json` of its run's folder.
-"""
+"""The verb `launch`: lockstep launch WHERE [options] VERB ..., lockstep launch WHERE status JOB|RUN."""
 
 from __future__ import annotations
 
@@ -63,15 +57,9 @@ def _launch(where: str, arguments: Sequence[str]) -> int:
     add_section(parser, launcher.options)
     parser.add_argument("--dry-run", action="store_true", help="print what would be written and executed")
     parser.add_argument("--follow", action="store_true", help="print the output until the end; return its exit code")
-    parser.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="KEY=A,B",
-        help="train one run for each value of a key; may be repeated, for all combinations",
-    )
-    own, words = _divided(arguments, parser.flags())
-    _refuse_unknown(where, own, parser.flags())
+    sweep = "train a run for each value of a key; may be repeated, for all combinations"
+    parser.add_argument("--sweep", action="append", default=[], metavar="KEY=A,B", help=sweep)
+    own, words = _divided(where, arguments, parser.flags())
     args = parser.parse_args(own)
     if not words:
         raise ConfigError(f"lockstep launch {where} needs the command line to run, such as: train digits --ranks 2")
@@ -103,25 +91,20 @@ def _world_size(options: object, ranks: int | None) -> int | None:
     return None if ranks is None else int(getattr(options, "nodes", 1)) * ranks
 
 
-def _divided(arguments: Sequence[str], flags: dict[str, bool]) -> tuple[list[str], list[str]]:
-    """Return the launcher's own arguments, and the words from the first on that is neither a flag nor its value."""
-    number = 0
+def _divided(where: str, arguments: Sequence[str], flags: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """Return the launcher's own arguments, and the words from the first on that is neither a flag nor its value.
+
+    Raises ConfigError for flags that the launcher doesn't have.
+    """
+    number, problems = 0, []
     while number < len(arguments) and arguments[number].startswith("-"):
-        number += 2 if flags.get(arguments[number]) else 1
-    return list(arguments[:number]), list(arguments[number:])
-
-
-def _refuse_unknown(where: str, own: Sequence[str], flags: Mapping[str, bool]) -> None:
-    problems = []
-    words = iter(own)
-    for word in words:
-        flag, equals, _ = word.partition("=")
+        flag, equals, _ = arguments[number].partition("=")
         if flag not in flags and flag != "-h":
             problems.append(Problem(flag, "", _meant(where, flag, [*flags])))
-        elif flags.get(flag) and not equals:
-            next(words, None)
+        number += 2 if flags.get(flag) and not equals else 1
     if problems:
         raise ConfigError(problems)
+    return list(arguments[:number]), list(arguments[number:])
 
 
 def _meant(where: str, flag: str, known: Sequence[str]) -> str:

@@ -1,12 +1,9 @@
-"""The command line that `lockstep launch` runs elsewhere, checked as its verb would, with a name for its run folder.
-
-train digits optim.lr=0.1    the verb's own `prepare`, and the number of ranks on all nodes
---sweep optim.lr=0.1,0.01    the same for each run of it
-"""
+"""The command line that `lockstep launch` runs elsewhere, checked as its verb would; of a sweep, that of each run."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -83,15 +80,12 @@ def _paths_here(checked: _Checked) -> tuple[str, ...]:
     """Return the texts of the arguments and the config that are paths of files and folders here, without the run's."""
     config = checked.prepared.config
     texts = [text for word in checked.arguments for text in (word, word.partition("=")[2])]
-    own: set[str | None] = {str(checked.folder)}
+    own = {str(checked.folder)}
     if config is not None:
         texts += _texts(config.model_dump())
-        own |= {config.run.folder, config.checkpoint.folder}
-    return tuple(text for text in dict.fromkeys(texts) if text and _exists(text) and not {text, _expanded(text)} & own)
-
-
-def _expanded(text: str) -> str:
-    return str(Path(text).expanduser())
+        own |= {config.run.folder or "", config.checkpoint.folder or ""}
+    named = [text for text in dict.fromkeys(texts) if text and _exists(text)]
+    return tuple(text for text in named if not {text, str(Path(text).expanduser())} & own)
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -145,15 +139,11 @@ def _checked(words: Sequence[str], world_size: WorldSize) -> _Checked:
 
 def _refuse_secrets(words: Sequence[str]) -> None:
     """Raise ConfigError for a value that a run's folder would hide: a job's files show its command line."""
-    shown = hide_arguments(words)
-    for before, word, public in zip(("", *words), words, shown, strict=False):
+    remedy = "give it to the launcher (--env NAME, --env-secret, a line of --setup), or write it into a config file"
+    for before, word, public in zip(("", *words), words, hide_arguments(words), strict=False):
         if word != public:
             flag = public.partition("=")[0] if public.partition("=")[2] == HIDDEN else before
-            message = (
-                "its value would stand in the files of the job, which others may read; give it to the launcher instead "
-                "(--env NAME, --env-secret, or a line of --setup that reads it), or write it into a config file"
-            )
-            raise ConfigError(Problem(flag, "", message))
+            raise ConfigError(Problem(flag, "", f"its value would stand in the files of the job; {remedy}"))
 
 
 def _refuse_host_flags(arguments: Sequence[str]) -> None:
@@ -188,29 +178,24 @@ def _sweep(sweep: Sequence[str], checked: _Checked, world_size: WorldSize) -> tu
         return ()
     if not checked.prepared.starts_run:
         raise ConfigError(f"--sweep trains several runs, and {checked.verb} trains none")
-    values, keys = [], list[str]()
+    values: dict[str, list[str]] = {}
     for text in sweep:
         key, equals, listed = text.partition("=")
-        if not equals or not key or "" in listed.split(","):
+        each = listed.split(",")
+        if not equals or not key or "" in each:
             raise ConfigError(Problem("--sweep", "", f"{text!r} is not KEY=A,B, such as optim.lr=0.1,0.01"))
         if key == "run.folder":
             raise ConfigError(Problem("--sweep", "", "each run has a folder of its own below that of the sweep"))
-        if key in keys or len({*listed.split(",")}) < len(listed.split(",")):
+        if key in values or len({*each}) < len(each):
             raise ConfigError(Problem("--sweep", "", f"{key} has a value, or is named, twice; name each once"))
-        keys.append(key)
-        values.append([f"{key}={value}" for value in listed.split(",")])
-    parent = checked.folder
-    runs = [
-        (*combination, f"run.folder={parent}/{number}")
-        for number, combination in enumerate(itertools.islice(itertools.product(*values), _MOST_RUNS + 1))
-    ]
-    if len(runs) > _MOST_RUNS:
+        values[key] = [f"{key}={value}" for value in each]
+    if math.prod(map(len, values.values())) > _MOST_RUNS:
         raise ConfigError(Problem("--sweep", "", f"these are more than {_MOST_RUNS:,} runs; give fewer values"))
-    places = []
-    for words in runs:
-        config = _checked((checked.verb, *checked.arguments, *words), world_size).prepared.config
-        places.append(config.checkpoint.folder if config is not None else None)
-    if any(place is not None and places.count(place) > 1 for place in places):
+    combinations = enumerate(itertools.product(*values.values()))
+    runs = [(*combination, f"run.folder={checked.folder}/{number}") for number, combination in combinations]
+    configs = [_checked((checked.verb, *checked.arguments, *words), world_size).prepared.config for words in runs]
+    places = [config.checkpoint.folder for config in configs if config is not None and config.checkpoint.folder]
+    if len({*places}) < len(places):
         message = "is the same for several runs of the sweep; leave it out, and each saves in its own folder"
         raise ConfigError(Problem("", "checkpoint.folder", message))
     return tuple(runs)

@@ -1,9 +1,5 @@
 """The command's entry point: find the verb, run it, turn failures into exit codes.
 
-    argv --> --local-rank=N removed, checked --> verb's file imported --> run(arguments) --> exit code
-
-    0 done    1 failed    2 fix your config or arguments    3 verification failed    75 start it again    130 stopped
-
 Only the verb's file is imported, and heavy packages only inside the functions that need them: `--help` and errors in
 configs take 0.2 s.
 """
@@ -49,14 +45,7 @@ VERBS = {
     "version": ("version", "print versions"),
 }
 
-_GROUPS = {
-    "init": "start\n",
-    "train": "\nrun\n",
-    "ls": "\nlook\n",
-    "verify": "\nprove\n",
-    "launch": "\nelsewhere\n",
-    "config": "\nfiles\n",
-}
+_GROUPS = {"init": "start", "train": "run", "ls": "look", "verify": "prove", "launch": "elsewhere", "config": "files"}
 """Headings of groups of verbs, by the first verb of each."""
 
 _HEAVY_PACKAGES = ("torch", "numpy", "safetensors")
@@ -131,13 +120,13 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _help() -> str:
     width = max(map(len, VERBS))
-    lines = "\n".join(f"{_GROUPS.get(verb, '')}  {verb:<{width}}  {summary}" for verb, (_, summary) in VERBS.items())
-    return (
-        "usage: lockstep VERB ...\n\n"
-        "Distributed PyTorch training where the run stays the same run, whatever the strategy.\n\n"
-        f"{lines}\n\n"
-        "Run lockstep VERB --help for its arguments. Start here: lockstep init"
-    )
+    lines = ""
+    for verb, (_, summary) in VERBS.items():
+        lines += f"\n{_GROUPS[verb]}\n" if verb in _GROUPS else ""
+        lines += f"  {verb:<{width}}  {summary}\n"
+    what = "Distributed PyTorch training where the run stays the same run, whatever the strategy."
+    more = "Run lockstep VERB --help for its arguments. Start here: lockstep init"
+    return f"usage: lockstep VERB ...\n\n{what}\n{lines}\n{more}"
 
 
 def _no_verb(word: str) -> str:
@@ -149,10 +138,7 @@ def _no_verb(word: str) -> str:
 
 
 _VERBS_OF_OTHER_TOOLS = {
-    **dict.fromkeys(
-        ("torchrun", "spawn"),
-        "lockstep train --ranks N starts N ranks, and torchrun starts your script",
-    ),
+    **dict.fromkeys(("torchrun", "spawn"), "lockstep train --ranks N starts N ranks, and torchrun your script"),
     **dict.fromkeys(("run", "fit", "finetune", "fine-tune", "pretrain", "start"), "lockstep train RECIPE trains"),
     **dict.fromkeys(("test", "evaluate", "validate", "score"), "lockstep eval RUN evaluates the model of a run"),
     **dict.fromkeys(("predict", "infer", "sample", "complete", "chat"), "lockstep generate RUN continues a text"),
@@ -201,8 +187,6 @@ def _discard(stream: TextIO) -> None:
 
 # --- torch.distributed.launch and deepspeed ------------------------------------------------------------------------
 
-_LOCAL_RANK = ("--local-rank", "--local_rank")
-
 
 def _without_local_rank(arguments: list[str]) -> list[str]:
     """Return the arguments without launchers' `--local-rank=N` or `--local_rank=N`, which must equal LOCAL_RANK."""
@@ -210,18 +194,10 @@ def _without_local_rank(arguments: list[str]) -> list[str]:
     items = iter(arguments)
     for item in items:
         flag, equals, value = item.partition("=")
-        if flag in _LOCAL_RANK:
-            _check_local_rank(flag, value if equals else next(items, ""))
-        else:
+        if flag not in ("--local-rank", "--local_rank"):
             kept.append(item)
+            continue
+        value = value if equals else next(items, "")
+        if os.environ.get("LOCAL_RANK") != value:
+            raise ConfigError(f"{flag}={value} is for launchers, which set LOCAL_RANK too; --ranks N starts ranks")
     return kept
-
-
-def _check_local_rank(flag: str, value: str) -> None:
-    environment = os.environ.get("LOCAL_RANK")
-    if not value.isdigit():
-        raise ConfigError(f"{flag} {value!r} is not a whole number of 0 or more")
-    if environment is None:
-        raise ConfigError(f"{flag}={value} is for launchers, which also set LOCAL_RANK; to start ranks, use --ranks")
-    if environment != value:
-        raise ConfigError(f"{flag}={value} contradicts LOCAL_RANK={environment}")

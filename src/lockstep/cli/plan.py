@@ -26,21 +26,12 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     summary = "Shows batch, steps, parameters, and peak memory per rank under every strategy, without starting a run."
     parser = Parser("plan", summary, CONFIG_EPILOG, "[RECIPE ...] [options] [overrides]")
     add_run(parser, "as if started on N ranks; with --measure, processes on this machine")
-    parser.add_argument(
-        "--memory",
-        type=size,
-        metavar="SIZE",
-        help="memory of each rank, such as 80GiB; by default this machine's, if it has devices or cores for all",
-    )
-    parser.add_argument(
-        "--peak",
-        choices=["all", "planned", "none"],
-        default="all",
-        help="strategies whose peak memory is found by running updates on a simulated accelerator; default %(default)s",
-    )
-    parser.add_argument(
-        "--measure", action="store_true", help="also run three updates here; show predicted and measured memory"
-    )
+    text = "memory of each rank, such as 80GiB; by default this machine's, if it has devices or cores for all"
+    parser.add_argument("--memory", type=size, metavar="SIZE", help=text)
+    text = "strategies whose peak memory is found by updates on a simulated accelerator; default %(default)s"
+    parser.add_argument("--peak", choices=["all", "planned", "none"], default="all", help=text)
+    text = "also run three updates here; show predicted and measured memory"
+    parser.add_argument("--measure", action="store_true", help=text)
     args, overrides = parser.parse(arguments)
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
     return Prepared(partial(_plan, args, loaded, name), loaded.config, f"plan-{name}")

@@ -18,10 +18,9 @@ from lockstep.cli.arguments import (
     run_path,
     whole,
 )
-from lockstep.core.closest import did_you_mean
-from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.errors import RunFailed
 from lockstep.core.json_output import emit
-from lockstep.core.near_runs import did_you_mean_run
+from lockstep.core.near_runs import not_a_run
 from lockstep.core.terminal import command_line, echo
 
 if TYPE_CHECKING:
@@ -71,9 +70,7 @@ def plain(arguments: Sequence[str]) -> int:
     from lockstep.profiling.traces import read_trace
 
     if not is_run(args.run):
-        commands = "" if args.run.exists() else f"; {did_you_mean(args.run.name, COMMANDS, 'commands are')}"
-        near = did_you_mean_run(args.run) or commands
-        raise ConfigError(f"{args.run} is not the folder of a run{near}")
+        raise not_a_run(args.run)
     traces = [read_trace(path) for path in _recorded(args)]
     for line in summary_lines(traces):
         echo(line)
@@ -121,12 +118,8 @@ def _data(arguments: Sequence[str]) -> int:
     summary = "Measures the data loader alone: what a sample costs, samples a second by number of workers."
     parser = Parser("profile data", summary, _DATA_EPILOG, "[RECIPE ...] [options] [overrides]")
     add_run(parser, "ranks of this machine, which share its CPUs")
-    parser.add_argument(
-        "--seconds", type=whole, default=20, metavar="S", help="for all measurements; default %(default)s"
-    )
-    parser.add_argument(
-        "--update-ms", type=whole, metavar="MS", help="what an update of the model takes; default: as the run has it"
-    )
+    parser.add_argument("--seconds", type=whole, default=20, metavar="S", help="of measurements; default %(default)s")
+    parser.add_argument("--update-ms", type=whole, metavar="MS", help="time of an update; default: the run's")
     args, overrides = parser.parse(arguments)
     loaded, _ = approved_config(args.config, overrides, trusted=args.trust_run)
 

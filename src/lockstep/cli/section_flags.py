@@ -60,14 +60,7 @@ def section_of(args: argparse.Namespace, section: type[BaseModel]) -> BaseModel:
 
 
 def validated(section: type[BaseModel], values: Mapping[str, object], given: Mapping[str, Problem]) -> BaseModel:
-    """Return the section with these values.
-
-    Args:
-        given: For each value, where it was given and its text, to which a mistake is added.
-
-    Raises:
-        ConfigError: Values aren't valid.
-    """
+    """Return the section with these values. Raises ConfigError; `given` has the start of each value's problem."""
     try:
         return section.model_validate(values)
     except ValidationError as error:

@@ -28,7 +28,6 @@ from lockstep.stores.addresses import is_address
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
-    from lockstep.config.schema import Config
 
 _EPILOG = f"""{CONFIG_EPILOG}
 RUN is the folder of a run: it resumes from its newest checkpoint that verifies. So does a RECIPE whose
@@ -55,12 +54,10 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     add_hosts(parser)
     parser.add_argument("--fresh", action="store_true", help="start over, whatever was saved before")
     parser.add_argument("--from", type=_step, metavar="STEP", dest="step", help="resume from this step's checkpoint")
-    parser.add_argument(
-        "--fork", type=run_path, metavar="FOLDER", help="start a new run in FOLDER from RUN's checkpoint"
-    )
-    parser.add_argument(
-        "--accept-changes", action="store_true", help="resume although data, model or seed have changed"
-    )
+    text = "start a new run in FOLDER from RUN's checkpoint"
+    parser.add_argument("--fork", type=run_path, metavar="FOLDER", help=text)
+    text = "resume although data, model or seed have changed"
+    parser.add_argument("--accept-changes", action="store_true", help=text)
     args, overrides = parser.parse(arguments)
     named = args.config[0] if args.config else ""
     if is_address(named):
@@ -79,15 +76,11 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     if not named:  # after the words of other tools, which have better answers
         raise ConfigError(_NOTHING_TO_TRAIN)
     refuse_hosts_without_number(args, loaded.config.launch.nodes)
+    folder = None if loaded.config.run.folder is None else Path(loaded.config.run.folder)
+    restart, trust = _restart(arguments, named, args.fork), args.trust_remote_code
+    execute = partial(_train, args, loaded, name, origin)
     return Prepared(
-        partial(_train, args, loaded, name, origin),
-        loaded.config,
-        name,
-        _folder(loaded.config),
-        starts_run=True,
-        nodes=True,
-        restart=_restart(arguments, named, args.fork),
-        trust_remote_code=args.trust_remote_code,
+        execute, loaded.config, name, folder, starts_run=True, nodes=True, restart=restart, trust_remote_code=trust
     )
 
 
@@ -114,10 +107,6 @@ def _step(text: str) -> int:
         what = peer_checkpoint(Path(text)) or f"is not a number; {remedy}"
         raise argparse.ArgumentTypeError(f"takes a step, which is a whole number, and {text!r} {what}")
     return int(text)
-
-
-def _folder(config: Config) -> Path | None:
-    return Path(config.run.folder) if config.run.folder is not None else None
 
 
 def _restart(arguments: Sequence[str], run: str, fork: Path | str | None) -> tuple[str, ...]:

@@ -39,14 +39,11 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     parser = Parser("verify", summary, _EPILOG, "[RECIPE ...] [options] [overrides]")
     add_config(parser)
     parser.add_argument("--strategies", default="all", metavar="all|A,B", help="names, such as ddp,fsdp; default all")
-    parser.add_argument(
-        "--ranks", type=_numbers, default=(1, 2, 4), metavar="1,2,4", help="numbers of processes for each strategy"
-    )
+    text = "numbers of processes for each strategy"
+    parser.add_argument("--ranks", type=_numbers, default=(1, 2, 4), metavar="1,2,4", help=text)
     parser.add_argument("--steps", type=whole, default=8, metavar="N", help="updates of each run; default %(default)s")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default %(default)s")
-    parser.add_argument(
-        "--html", type=path, metavar="FILE", help="where to write the page; by default runs/verify-RECIPE.html"
-    )
+    parser.add_argument("--html", type=path, metavar="FILE", help="of the page; default runs/verify-RECIPE.html")
     add_json(parser, "list, an object for each run,")
     add_trust(parser)
     args, overrides = parser.parse(arguments)
@@ -57,17 +54,9 @@ def prepare(arguments: Sequence[str]) -> Prepared:
 def _verify(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     from lockstep.proof.command import verify
 
-    return verify(
-        loaded,
-        name,
-        args.strategies,
-        args.ranks,
-        args.steps,
-        args.precision,
-        page=args.html,
-        as_json=args.json,
-        trust_remote_code=args.trust_remote_code,
-    )
+    chosen = (args.strategies, args.ranks, args.steps, args.precision)
+    trust = args.trust_remote_code
+    return verify(loaded, name, *chosen, page=args.html, as_json=args.json, trust_remote_code=trust)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

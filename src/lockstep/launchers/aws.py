@@ -1,18 +1,14 @@
 """Runs a command on instances of EC2 that are started for it, and terminated after it.
 
-plan     asks AWS for what only it knows, and returns all calls with their parameters, as --dry-run prints them:
-             bucket      project, Lockstep, record and token of the job
-             instances   all by one call, which gives all or none
-submit   makes the calls, or undoes them; it, status, follow and cancel are in `aws_job`
-
-A value that is too long or too secret to print has a NAME in its place.
+The plan has all calls with their parameters; a value that is too long or too secret to print has a NAME in its place.
+`aws_job` makes the calls, and follows and cancels the job.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,12 +45,9 @@ class AwsLauncher:
         aws = AwsCalls(region, options.profile, attempts=2)
         facts = facts_of(aws, options)
         record = {
+            **options.model_dump(include={"profile", "nodes", "boot_minutes", "source"}),
             "job": job.identifier,
-            "profile": options.profile,
-            "nodes": options.nodes,
             "run_folder": command.run_folder.as_posix(),
-            "boot_minutes": options.boot_minutes,
-            "source": options.source,
         }
         notes += _notes(command, options)
         notes.append(cost_note(hourly_price(aws, str(options.type)), options, region))
@@ -65,15 +58,10 @@ class AwsLauncher:
             need = "which needs a --security-group that allows all traffic to and from itself"
             notes.append(f"{options.type} has Elastic Fabric Adapters, and the run uses none, {need}")
         script = user_data(command, options, job, words, has_project=bool(files), uses_efa=has_efa)
-        return LaunchPlan(
-            {
-                command.folder / _SCRIPT_FILE: script,
-                command.folder / RECORD_FILE: json.dumps(record, indent=2) + "\n",
-            },
-            tuple(as_command(service, operation, region, given) for service, operation, given in calls),
-            tuple(notes),
-            number=job.identifier,
-        )
+        texts = {_SCRIPT_FILE: script, RECORD_FILE: json.dumps(record, indent=2) + "\n"}
+        planned = {command.folder / name: text for name, text in texts.items()}
+        commands = [as_command(service, operation, region, given) for service, operation, given in calls]
+        return LaunchPlan(planned, tuple(commands), tuple(notes), number=job.identifier)
 
     def submit(self, plan: LaunchPlan) -> str:
         """Make the calls, and wait until the instances run; if anything fails or a signal comes, remove all of it."""
@@ -81,11 +69,8 @@ class AwsLauncher:
         record = json.loads(texts[RECORD_FILE])
         write_files(plan.files)
         known = {key: record[key] for key in ("job", "nodes", "run_folder", "boot_minutes")}
-        values: dict[str, Any] = {
-            _SCRIPT: texts[_SCRIPT_FILE],
-            _RECORD: json.dumps(known),
-            _TOKEN: secrets.token_hex(32),
-        }
+        values: dict[str, Any] = {_SCRIPT: texts[_SCRIPT_FILE], _RECORD: json.dumps(known)}
+        values[_TOKEN] = secrets.token_hex(32)
         bodies = {body for call in map(from_command, plan.commands) if (body := call[2].get("Body"))}
         values |= {_WHEEL: wheel()} if _WHEEL in bodies else {}
         values |= {_ARCHIVE: project_archive(record["source"])} if _ARCHIVE in bodies else {}
@@ -94,7 +79,7 @@ class AwsLauncher:
 
     def status(self, job: LaunchedJob) -> JobStatus:
         """Return the job's state."""
-        return FollowedJob(job).status()
+        return FollowedJob(job).state()
 
     def follow(self, job: LaunchedJob) -> int:
         """Print the job's log until it has ended; fetch the results and remove everything."""
@@ -119,16 +104,12 @@ def _notes(command: JobCommand, options: AwsOptions) -> list[str]:
 
 
 def _refuse_missing(command: JobCommand, options: AwsOptions, copied: set[str]) -> None:
-    source, problems = Path(options.source).resolve(), []
-    for text in [word for word in command.words if word in command.paths]:
-        path = Path(text).expanduser().resolve()
-        name = path.relative_to(source).as_posix() if path.is_relative_to(source) else None
-        if name is None or not any(each == name or each.startswith(f"{name}/") for each in copied):
-            message = (
-                "is here, and not among the files that are copied to the instances, which are those that git knows "
-                "below --source; add it there, or read it from a bucket"
-            )
-            problems.append(Problem(text, "", message))
+    message = "isn't copied to the instances, which get what git knows below --source; add it, or use a bucket"
+    source = Path(options.source).resolve()
+    there = {source / name for name in copied}
+    there |= {folder for path in there for folder in path.parents}
+    named = [word for word in command.words if word in command.paths]
+    problems = [Problem(text, "", message) for text in named if Path(text).expanduser().resolve() not in there]
     if problems:
         raise ConfigError(problems)
 
@@ -138,18 +119,10 @@ def _refuse_missing(command: JobCommand, options: AwsOptions, copied: set[str]) 
 
 @dataclass(frozen=True, slots=True)
 class AwsFacts:
-    """Facts about the image and the instance type, from AWS.
-
-    Attributes:
-        image: The image's id.
-        root_device: Name of the image's root device.
-        root_size: Size of the image's root volume in GiB; None: it is not known.
-        adapters: Elastic Fabric Adapters of an instance, one for each network card.
-    """
+    """Id and root device of the image, and Elastic Fabric Adapters of the instance type, one for each network card."""
 
     image: str
     root_device: str
-    root_size: int | None = None
     adapters: int = 0
 
 
@@ -161,12 +134,10 @@ def facts_of(aws: AwsCalls, options: AwsOptions) -> AwsFacts:
     images = aws.call("ec2", "describe_images", ImageIds=[image])["Images"]
     if not images:
         raise ConfigError(f"--ami {image} is not an image in {aws.region}; give another --ami")
-    root = str(images[0].get("RootDeviceName") or "/dev/sda1")
-    disks = {each.get("DeviceName"): each.get("Ebs", {}) for each in images[0].get("BlockDeviceMappings", ())}
     info = kind.get("NetworkInfo", {})
     adapters = int(info.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0)) if info.get("EfaSupported") else 0
     cards = int(info.get("MaximumNetworkCards", 1))
-    return AwsFacts(image, root, disks.get(root, {}).get("VolumeSize"), min(adapters, cards))
+    return AwsFacts(image, str(images[0].get("RootDeviceName") or "/dev/sda1"), min(adapters, cards))
 
 
 def hourly_price(aws: AwsCalls, instance_type: str) -> float | None:
@@ -184,11 +155,7 @@ def hourly_price(aws: AwsCalls, instance_type: str) -> float | None:
 
 
 def cost_note(price: float | None, options: AwsOptions, region: str) -> str:
-    """Return a sentence about what the instances cost.
-
-    Args:
-        price: Dollars an hour of one instance, on demand; None if it is unknown.
-    """
+    """Return a sentence about what the instances cost; `price` is one instance's, in dollars an hour on demand."""
     if price is None:
         return f"the cost of {options.type} wasn't read from AWS's price list (pricing:GetProducts)"
     less = "; spot instances cost less, and how much changes by the hour" if options.spot else ""
@@ -217,10 +184,10 @@ def _bucket_calls(options: AwsOptions, job: AwsJob, *, has_project: bool) -> Ite
 
 
 def _instances(command: JobCommand, options: AwsOptions, job: AwsJob, facts: AwsFacts) -> dict[str, Any]:
-    volume: dict[str, Any] = {"DeleteOnTermination": True}
-    if (size := options.volume_size or facts.root_size) is not None:
-        volume["VolumeSize"] = size
+    volume = {"DeleteOnTermination": True, **({"VolumeSize": options.volume_size} if options.volume_size else {})}
     resources = ["instance", "volume", "network-interface"] + ["spot-instances-request"] * options.spot
+    labels = {"Name": f"lockstep {command.name}", **pairs(options.tag), TAG: job.name}
+    tags = [{"Key": key, "Value": value} for key, value in labels.items()]
     given: dict[str, Any] = {
         "ImageId": facts.image,
         "InstanceType": options.type,
@@ -231,7 +198,7 @@ def _instances(command: JobCommand, options: AwsOptions, job: AwsJob, facts: Aws
         "IamInstanceProfile": {"Name": options.instance_profile},
         "MetadataOptions": {"HttpEndpoint": "enabled", "HttpTokens": "required", "HttpPutResponseHopLimit": 1},
         "BlockDeviceMappings": [{"DeviceName": facts.root_device, "Ebs": volume}],
-        "TagSpecifications": [_tagged(resource, options, job, command) for resource in resources],
+        "TagSpecifications": [{"ResourceType": resource, "Tags": tags} for resource in resources],
         "UserData": _SCRIPT,
     }
     if options.key_name is not None:
@@ -245,15 +212,9 @@ def _instances(command: JobCommand, options: AwsOptions, job: AwsJob, facts: Aws
     subnet = {} if options.subnet is None else {"SubnetId": options.subnet}
     if not _uses_efa(options, facts):
         return {**given, **({"SecurityGroupIds": groups} if groups else {}), **subnet}
+    common = {"Groups": groups, "DeleteOnTermination": True, **subnet}
     adapters = [  # the first has an address, the others are for EFA alone
         {"NetworkCardIndex": number, "DeviceIndex": min(number, 1), "InterfaceType": "efa-only" if number else "efa"}
         for number in range(facts.adapters)
     ]
-    common = {"Groups": groups, "DeleteOnTermination": True, **subnet}
     return {**given, "NetworkInterfaces": [{**adapter, **common} for adapter in adapters]}
-
-
-def _tagged(resource: str, options: AwsOptions, job: AwsJob, command: JobCommand | None = None) -> dict[str, Any]:
-    name = {} if command is None else {"Name": f"lockstep {command.name}"}
-    labels: Mapping[str, str] = {**name, **pairs(options.tag), TAG: job.name}
-    return {"ResourceType": resource, "Tags": [{"Key": key, "Value": value} for key, value in labels.items()]}

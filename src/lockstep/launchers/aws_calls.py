@@ -1,10 +1,4 @@
-"""Calls of AWS by boto3, which repeats those that fail for a moment; a failure is one sentence with its remedy.
-
-AwsCalls(region, profile).call("ec2", "run_instances", ...)      the answer, or RunFailed
-as_command("ec2", "run_instances", {...})                        the same for `aws`, as --dry-run prints it
-
-Credentials come from boto3's chain (variables, profile, single sign-on, role of the machine) and stay in its clients.
-"""
+"""Calls of AWS by boto3, with its chain of credentials; an error is a RunFailed of one sentence."""
 
 from __future__ import annotations
 
@@ -22,11 +16,7 @@ _ATTEMPTS = 6
 
 
 class CallFailed(RunFailed):
-    """A call of AWS failed.
-
-    Attributes:
-        code: AWS's code of the fault; empty if there was no answer.
-    """
+    """A call of AWS failed; `code` is AWS's, empty if there was no answer."""
 
     def __init__(self, message: str, code: str = "") -> None:
         super().__init__(message)
@@ -34,13 +24,7 @@ class CallFailed(RunFailed):
 
 
 class AwsCalls:
-    """Clients of AWS's services in a region.
-
-    Args:
-        region: Its name.
-        profile: Profile of the AWS configuration; None: boto3's own choice.
-        attempts: How often a call is made while its fault is transient.
-    """
+    """Clients of AWS's services in a region. boto3 repeats calls that fail for a moment, up to `attempts` times."""
 
     def __init__(self, region: str, profile: str | None = None, attempts: int = _ATTEMPTS) -> None:
         self.region = region
@@ -50,10 +34,7 @@ class AwsCalls:
         self._clients: dict[str, Any] = {}
 
     def call(self, service: str, operation: str, /, *, accept: Sequence[str] = (), **parameters: Any) -> Any:
-        """Make a call and return the answer; empty after a fault with a code of `accept`. Raises CallFailed.
-
-        An object of S3 is in `Body`, whole.
-        """
+        """Make a call; return the answer, with the bytes of `Body`, or {} if the error's code is in `accept`."""
         try:
             with self._sentences(service, operation):
                 reply = getattr(self.client(service), operation)(**parameters)
@@ -115,10 +96,8 @@ def _session(profile: str | None, region: str | None) -> Any:
     try:
         return boto3.session.Session(profile_name=profile, region_name=region)
     except ProfileNotFound:
-        name = f" {profile}" if profile else " that AWS_PROFILE names"
-        raise ConfigError(
-            f"the AWS configuration has no profile{name}; `aws configure list-profiles` lists them"
-        ) from None
+        name = profile or "that AWS_PROFILE names"
+        raise ConfigError(f"the AWS configuration has no profile {name}; see `aws configure list-profiles`") from None
 
 
 def _failed(error: Exception, name: str, region: str) -> CallFailed:
@@ -138,9 +117,8 @@ def wait_until(answer: Callable[[], Any], seconds: float, pause: float) -> Any:
 
 def as_command(service: str, operation: str, region: str, parameters: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the words by which the program `aws` makes the same call."""
-    name = "s3api" if service == "s3" else service
-    given = json.dumps(parameters)
-    return ("aws", name, operation.replace("_", "-"), "--region", region, "--cli-input-json", given)
+    name, option = "s3api" if service == "s3" else service, "--cli-input-json"
+    return ("aws", name, operation.replace("_", "-"), "--region", region, option, json.dumps(parameters))
 
 
 def from_command(words: Sequence[str]) -> tuple[str, str, dict[str, Any]]:

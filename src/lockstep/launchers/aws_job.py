@@ -1,11 +1,6 @@
 """A job on EC2, from the start of its instances until nothing is left that is paid for.
 
-start     makes the planned calls; if one fails or a signal comes, removes what was created
-state     instances by their tag, and the exit codes that they have put into the bucket
-follow    until the run has ended, or its instances are lost, or one never reports      cancel    save, stop
-          log, results --> here; then instances, disks and objects are removed
-
-Every machine with the right credentials can do this: an identifier, REGION/BUCKET[/PREFIX]/NAME, names the job.
+REGION/BUCKET[/PREFIX]/NAME names a job, from any machine with the credentials:
     s3://BUCKET/PREFIX/NAME/job.json        the record of the job      .../token      the launchers' secret
     .../logs/N        .../ends/N            log, and exit code, of instance N
     .../stop          .../results/          asks all to save and stop; the run's folder, from instance 0
@@ -15,14 +10,14 @@ Every machine with the right credentials can do this: an identifier, REGION/BUCK
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
@@ -31,7 +26,7 @@ from lockstep.core.jobs import JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop, write_stderr
 from lockstep.core.terminal import command_line, echo, plain, plain_line
 from lockstep.launchers.aws_calls import AwsCalls, from_command, wait_until
-from lockstep.launchers.tools import Patience, write_files
+from lockstep.launchers.tools import Patience, follow_until_end, write_files
 
 TAG = "lockstep-job"
 RECORD_FILE = "aws.json"
@@ -49,7 +44,6 @@ _PATIENCE_S = 300.0  # without an answer of AWS
 _STOPPING_S = 600.0  # for a run to save and stop
 _OTHERS_S = 300.0  # between the end of one instance and those of the others
 _MOST_DELETED = 1000  # by one call
-_SHOWN_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +77,7 @@ def job_named(identifier: str) -> AwsJob:
     """Return the job that an identifier names. Raises ConfigError."""
     match = _IDENTIFIER.fullmatch(identifier)
     if match is None:
-        raise ConfigError(
-            f"{identifier!r} is neither REGION/BUCKET/NAME of a job, as `lockstep launch aws` printed it, nor the "
-            "folder of a run that AWS was given"
-        )
+        raise ConfigError(f"{identifier!r} is neither REGION/BUCKET/NAME of an AWS job nor the folder of its run")
     return AwsJob(match["region"], match["bucket"], match["prefix"] or "", match["name"])
 
 
@@ -121,9 +112,9 @@ def start(plan: LaunchPlan, record: Mapping[str, Any], values: Mapping[str, Any]
             for words in plan.commands[1:]:
                 make(words)
             _wait_for_instances(aws, job, int(record["nodes"]))
-        except BaseException as error:
+        except Exception as error:
             if left := undo():
-                raise RunFailed(f"{error or type(error).__name__}{left}") from error
+                raise RunFailed(f"{error}{left}") from error
             raise
 
 
@@ -157,13 +148,12 @@ def _reason(instance: Mapping[str, Any]) -> str:
 
 
 def remove(aws: AwsCalls, job: AwsJob, *, settle: bool = False, keep_objects: bool = False) -> list[str]:
-    """Remove all that was created for a job, and return what was removed. What is gone already is no fault.
+    """Remove all that was created for a job, and return what was removed.
 
     Instances delete their disks and interfaces, and their spot requests end with them.
 
     Args:
         settle: Instances may have been started a moment ago, by a call whose answer was lost.
-        keep_objects: Leave the objects in the bucket.
 
     Raises:
         RunFailed: Something is left, and may cost money.
@@ -181,12 +171,10 @@ def remove(aws: AwsCalls, job: AwsJob, *, settle: bool = False, keep_objects: bo
 
 def _terminate(aws: AwsCalls, job: AwsJob, *, settle: bool) -> list[str]:
     ended: dict[str, None] = {}
+    paid = {"Name": "instance-state-name", "Values": _PAID}
     for pause in _SETTLE_S if settle else _SETTLE_S[:1]:
         time.sleep(pause)
-        live = [
-            str(each["InstanceId"]) for each in instances(aws, job, {"Name": "instance-state-name", "Values": _PAID})
-        ]
-        if live:
+        if live := [str(each["InstanceId"]) for each in instances(aws, job, paid)]:
             aws.call("ec2", "terminate_instances", InstanceIds=live)
             ended |= dict.fromkeys(live)
         elif ended:
@@ -208,24 +196,20 @@ class JobObjects:
 
     def record(self) -> Mapping[str, Any] | None:
         """Return what was recorded when the job was launched; None: it was removed, or never there."""
-        try:
-            if (text := self._read("job.json")) is None:
-                return None
-            known: Mapping[str, Any] = json.loads(text)
-            int(known["nodes"]), str(known["run_folder"]), float(known["boot_minutes"])
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(f"{self._job.place}/job.json is damaged") from None
-        return known
+        text = self._read("job.json")
+        return None if text is None else json.loads(text)
 
     def ends(self) -> dict[int, int]:
         """Return the exit codes of the instances that have ended, by their number."""
-        names = [name for name in self._names("ends/") if re.fullmatch(r"ends/\d{1,6}", name)]
-        texts = {int(name[5:]): (self._read(name) or b"").decode(errors="replace").strip() for name in sorted(names)}
-        return {node: int(text) if re.fullmatch(r"\d{1,3}", text) else 1 for node, text in texts.items()}
+        texts = {node: (self._read(f"ends/{node}") or b"").strip() for node in sorted(self._numbers("ends/"))}
+        return {node: int(text) if text.isdigit() else 1 for node, text in texts.items()}
 
     def reported(self) -> set[int]:
         """Return the instances that have sent anything."""
-        names = [name.partition("/")[2] for place in ("logs/", "ends/") for name in self._names(place)]
+        return self._numbers("logs/") | self._numbers("ends/")
+
+    def _numbers(self, place: str) -> set[int]:
+        names = [name.removeprefix(place) for name in self._names(place)]
         return {int(name) for name in names if name.isdecimal()}
 
     def print_log(self) -> None:
@@ -248,25 +232,21 @@ class JobObjects:
 
     def fetch(self, folder: Path, nodes: int) -> int:
         """Write the results into a folder, and the instances' logs; return the number of results. Raises RunFailed."""
-        number = 0
-        path = folder
-        try:
-            for name in self._names("results/"):
-                inside = PurePosixPath(name.removeprefix("results/"))
-                if inside.is_absolute() or ".." in inside.parts or not inside.parts:
-                    echo(f"note: {name} is not fetched: its name leads out of the run's folder", file=sys.stderr)
-                    continue
-                path = folder / inside
+        logs = {f"logs/{node}": folder / "launch" / f"node-{node}.log" for node in range(nodes)}
+        results = {name: folder / name.removeprefix("results/") for name in self._names("results/")}
+        for name, path in {**results, **logs}.items():
+            if not Path(os.path.normpath(path)).is_relative_to(folder) or path == folder:
+                echo(f"note: {name} is not fetched: its name leads out of the run's folder", file=sys.stderr)
+                continue
+            try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._aws.download(self._job.bucket, self._job.key(name), str(path))
-                number += 1
-            for node in range(nodes):
-                path = folder / "launch" / f"node-{node}.log"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(self._read(f"logs/{node}") or b"")
-        except (OSError, ValueError) as error:
-            raise RunFailed(f"can't write {path}: {getattr(error, 'strerror', None) or error}") from None
-        return number
+                if name in logs:
+                    path.write_bytes(self._read(name) or b"")
+                else:
+                    self._aws.download(self._job.bucket, self._job.key(name), str(path))
+            except (OSError, ValueError) as error:
+                raise RunFailed(f"can't write {path}: {getattr(error, 'strerror', None) or error}") from None
+        return len(results)
 
     def delete(self) -> int:
         """Delete all objects of the job; return how many there were. Record and exit codes go last."""
@@ -296,14 +276,12 @@ class JobObjects:
 
 
 @dataclass(frozen=True, slots=True)
-class AwsState:
+class AwsState(JobStatus):
     """The state of a job: `ends` are exit codes by instance, `live` the number of instances that have not ended."""
 
-    text: str
-    code: int | None
-    ends: Mapping[int, int]
-    listed: Sequence[Mapping[str, Any]]
-    live: int
+    ends: Mapping[int, int] = field(default_factory=dict)
+    listed: Sequence[Mapping[str, Any]] = ()
+    live: int = 0
 
 
 class FollowedJob:
@@ -317,21 +295,16 @@ class FollowedJob:
         self._aws = AwsCalls(self.job.region, known.get("profile"))
         self._objects = JobObjects(self._aws, self.job)
 
-    def status(self) -> JobStatus:
-        """Return the job's state. Raises ConfigError: nothing of it is left, or was ever there."""
-        state = self.state()
-        return JobStatus(state.text, state.code)
-
     def state(self) -> AwsState:
         """Return the job's state, with its instances. Raises ConfigError: nothing of it is left, or was ever there."""
         listed, ends = instances(self._aws, self.job), self._objects.ends()
         name = f"AWS job {self.job.identifier}"
         if not listed and not ends:
             if self._code is not None:
-                return AwsState(f"{name}: ended with exit code {self._code}", self._code, {}, (), 0)
+                return AwsState(f"{name}: ended with exit code {self._code}", self._code)
             if self._objects.record() is None:
                 raise ConfigError(f"AWS has nothing of job {self.job.identifier}: everything was removed")
-            return AwsState(f"{name}: has no instance; {self.job.cancel_line} removes the rest", None, {}, (), 0)
+            return AwsState(f"{name}: has no instance; {self.job.cancel_line} removes the rest")
         states = Counter(_state(each) for each in listed)
         text = f"{name}: instances {', '.join(f'{number} {state}' for state, number in states.items()) or 'gone'}"
         live = sum(_state(each) != "terminated" for each in listed)
@@ -348,16 +321,13 @@ class FollowedJob:
         patience = Patience(self.job.identifier, "aws", _PATIENCE_S)
         record = patience.ask(self._objects.record, _POLL_S)
         if record is None:
-            state = self.state()
-            if state.code is None:
-                raise ConfigError(f"{state.text}; {self.job.place}/job.json is missing: {self.job.cancel_line} ends it")
-            echo(state.text, file=sys.stderr)
-            return state.code
-        state, code = self._wait_for_end(record, patience)
+            if self._code is None:
+                raise ConfigError(f"{self.job.place}/job.json is missing; {self.job.cancel_line} ends the job")
+            return self._code
+        code = self._wait_for_end(record, patience)
         self._remember(code)
         folder = Path(record["run_folder"]) if self._record_file is None else self._record_file.parents[1]
-        self._fetch(folder, int(record["nodes"]))
-        self._explain(state, code, folder)
+        self._fetch(folder.absolute(), int(record["nodes"]))
         remove(self._aws, self.job)
         return code
 
@@ -372,68 +342,54 @@ class FollowedJob:
         if not removed:
             echo(f"nothing of AWS job {self.job.identifier} was left", file=sys.stderr)
 
-    def _wait_for_end(self, record: Mapping[str, Any], patience: Patience) -> tuple[AwsState, int]:
-        began, first_end, shown = time.monotonic(), float("inf"), ""
+    def _wait_for_end(self, record: Mapping[str, Any], patience: Patience) -> int:
+        began, first_end = time.monotonic(), float("inf")
         silent, boot_s = {*range(int(record["nodes"]))}, 60 * float(record["boot_minutes"])
-        while True:
-            with patience:
-                state = self._state_of_followed()
-                silent -= self._objects.reported()
-                self._objects.print_log()
-                if state.text != shown:
-                    shown = state.text
-                    echo(shown, file=sys.stderr, flush=True)
-                now = time.monotonic()
-                if state.ends or state.live < len(state.listed):
-                    first_end = min(first_end, now)
-                why = "" if state.listed or state.ends else "no instance is left"
-                if now - first_end > _OTHERS_S:
-                    why = f"{state.live} instances still run, and the others have ended; all are ended"
-                elif silent and now - began > boot_s:
-                    which = ", ".join(map(str, sorted(silent)))
-                    why = f"instance {which} has reported nothing in {boot_s / 60:g} minutes"
-                if state.code is None and why:
-                    echo(f"note: {why}", file=sys.stderr)
-                if state.code is not None or why:
-                    self._objects.print_log()  # what came between
-                    self._objects.print_rest()
-                    return state, max(state.ends.values(), default=1) or 1 if state.code is None else state.code
-            time.sleep(_POLL_S)
 
-    def _state_of_followed(self) -> AwsState:
-        try:
-            return self.state()
-        except ConfigError:  # another command has canceled it
-            return AwsState(f"AWS job {self.job.identifier}: removed", Stopped.exit_code, {}, (), 0)
+        def ask() -> AwsState:
+            nonlocal first_end
+            try:
+                state = self.state()
+            except ConfigError:  # another command has canceled it
+                return AwsState(f"AWS job {self.job.identifier}: removed", Stopped.exit_code)
+            silent.difference_update(self._objects.reported())
+            now = time.monotonic()
+            if state.ends or state.live < len(state.listed):
+                first_end = min(first_end, now)
+            why = "" if state.listed or state.ends else "no instance is left"
+            if now - first_end > _OTHERS_S:
+                why = f"{state.live} instances still run, and the others have ended; all are ended"
+            elif silent and now - began > boot_s:
+                which = ", ".join(map(str, sorted(silent)))
+                why = f"instance {which} has reported nothing in {boot_s / 60:g} minutes"
+            if state.code is not None or not why:
+                return state
+            lost = [str(each["InstanceId"]) for node, each in enumerate(state.listed) if node not in state.ends]
+            consoles = [f"aws ec2 get-console-output --region {self.job.region} --instance-id {name}" for name in lost]
+            text = "\n".join([f"{state.text}\nnote: {why}", *consoles])
+            return replace(state, text=text, code=max(state.ends.values(), default=1) or 1)
 
-    def _explain(self, state: AwsState, code: int, folder: Path) -> None:
-        """Print the end of the log of another instance than 0 that has failed, or of a console if there is no log."""
-        failed = next((node for node, its_code in state.ends.items() if its_code), 0)
-        if failed and not state.ends.get(0):
-            _show_end(
-                f"the log of instance {failed}",
-                (folder / "launch" / f"node-{failed}.log").read_text("utf-8", "replace"),
-            )
-        silent = next((node for node in range(len(state.listed)) if node not in state.ends), None)
-        if code and silent is not None:
-            name, text = str(state.listed[silent]["InstanceId"]), ""
-            with suppress(Failure):
-                text = self._aws.call("ec2", "get_console_output", InstanceId=name).get("Output", "")
-            _show_end(f"the console of instance {silent}, {name},", text or "(EC2 has none of it)")
+        def print_new(state: AwsState) -> None:
+            patience.ask(self._objects.print_log, _POLL_S)
+            if state.code is not None:
+                self._objects.print_rest()
+
+        return follow_until_end(lambda: patience.ask(ask, _POLL_S), print_new, _POLL_S)
 
     def _fetch(self, folder: Path, nodes: int) -> None:
         """Fetch the results; if that fails, end what is paid by the hour, and keep them. Raises RunFailed."""
         try:
             number = self._objects.fetch(folder, nodes)
         except RunFailed as failure:
+            left = (
+                f"the results stay in {self.job.place}, and are paid for: lockstep launch aws follow "
+                f"{self.job.identifier} fetches them, and cancel deletes them"
+            )
             try:
                 remove(self._aws, self.job, keep_objects=True)
             except RunFailed as second:
-                raise RunFailed(f"{failure}; {second}") from failure
-            raise RunFailed(
-                f"{failure}; the results stay in {self.job.place}, and are paid for: lockstep launch aws "
-                f"follow {self.job.identifier} fetches them, and cancel deletes them"
-            ) from failure
+                left = str(second)
+            raise RunFailed(f"{failure}; {left}") from failure
         if number:
             echo(f"{number} files of the run are in {folder}", file=sys.stderr, flush=True)
 
@@ -467,12 +423,6 @@ class FollowedJob:
         if self._record_file is None:
             return
         try:
-            text = json.dumps({**self._remembered(), "code": code}, indent=2) + "\n"
-            write_files({self._record_file: text})
+            write_files({self._record_file: json.dumps({**self._remembered(), "code": code}, indent=2) + "\n"})
         except (ConfigError, RunFailed) as error:
             echo(f"note: {self._record_file} isn't updated: {error}", file=sys.stderr)
-
-
-def _show_end(what: str, text: str) -> None:
-    lines = [f"--- {what} ends with:", *plain(text).splitlines()[-_SHOWN_LINES:]]
-    echo("\n".join(lines), file=sys.stderr, flush=True)

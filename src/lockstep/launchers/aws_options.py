@@ -75,24 +75,22 @@ class AwsOptions(Section):
 
 def check(command: JobCommand, options: AwsOptions) -> None:
     """Raise ConfigError if the options aren't valid, or don't fit together or with the command."""
-    problems = [*_missing(options), *_malformed(options), *_kept_nowhere(command)]
+    problems = [*_malformed(options), *_kept_nowhere(command)]
     problems += node_problems(command, options.nodes, "on one instance")
     problems += variable_problems(options.env, _SECRET)
     if problems:
         raise ConfigError(problems)
 
 
-def _missing(options: AwsOptions) -> Iterator[Problem]:
-    if options.type is None:
-        yield Problem("--type", "", "is missing; give an instance type, such as g6.12xlarge")
-    if options.bucket is None:
-        yield Problem("--bucket", "", "is missing; give a bucket for the logs, results and checkpoints")
-    if options.instance_profile is None:
-        what = "an instance profile whose role may use the bucket (the page AWS has its policy)"
-        yield Problem("--instance-profile", "", f"is missing; give {what}")
-
-
 def _malformed(options: AwsOptions) -> Iterator[Problem]:
+    required = {
+        "type": "an instance type, such as g6.12xlarge",
+        "bucket": "a bucket for the logs, results and checkpoints",
+        "instance_profile": "an instance profile whose role may use the bucket (the page AWS has its policy)",
+    }
+    for name, what in required.items():
+        if getattr(options, name) is None:
+            yield Problem(f"--{name.replace('_', '-')}", "", f"is missing; give {what}")
     if options.bucket is not None and not _BUCKET.fullmatch(options.bucket):
         message = f"{options.bucket!r} is not BUCKET or BUCKET/PREFIX, such as my-bucket/lockstep"
         yield Problem("--bucket", "", message)

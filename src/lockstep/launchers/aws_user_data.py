@@ -1,18 +1,13 @@
 """Files that an instance gets: the script that it runs when it starts (its user data), the project, this Lockstep.
 
-setup       the project and Lockstep from the bucket, the user's lines
-meet        each instance puts its address into the bucket, and waits for the others
-run         one launcher on each instance, which starts the ranks; instance 0 is node 0
-watch       the log goes to the bucket; a request to stop, or the loss of a spot instance, becomes a signal
-finish      log, results and exit code go to the bucket, and the instance terminates itself, also when a line fails
-
-An instance can't ask EC2 for the others' addresses without further rights, but every instance may use the bucket. So
-they meet there. User data can be read by every process of an instance: the job's token is in the bucket, too.
+Instances meet in the bucket, because asking EC2 for addresses needs further rights. The job's token is there, too:
+every process of an instance can read user data.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import shlex
 import subprocess
 import tarfile
@@ -131,13 +126,7 @@ _WATCH_S = 10
 def user_data(
     command: JobCommand, options: AwsOptions, job: AwsJob, words: Sequence[str], *, has_project: bool, uses_efa: bool
 ) -> str:
-    """Return the script. Raises ConfigError if it is too long for user data.
-
-    Args:
-        words: The command line on an instance.
-        has_project: Whether the project is copied.
-        uses_efa: Whether the instances have Elastic Fabric Adapters.
-    """
+    """Return the script, which runs `words`. Raises ConfigError if it is too long for user data."""
     every, minutes = _WATCH_S, max(round(60 * options.max_hours), 1)
     parts = [
         "#!/usr/bin/env bash",
@@ -160,12 +149,9 @@ def user_data(
     if options.nodes > 1:
         parts.append(_MEET.format(nodes=options.nodes, patience=_READY_S, port=options.port, job=job.name))
     text = "\n".join([*parts, _RUN])
-    size = len(text.encode())
-    if size > _MOST_BYTES:
-        raise ConfigError(
-            f"the script of an instance has {size:,} bytes, and EC2 takes {_MOST_BYTES:,}; put settings into a config "
-            "file, and lines of --setup into a script of the project"
-        )
+    if (size := len(text.encode())) > _MOST_BYTES:
+        why = f"the script of an instance has {size:,} bytes, and EC2 takes {_MOST_BYTES:,}"
+        raise ConfigError(f"{why}; put settings into a config file, and lines of --setup into a script of the project")
     return text
 
 
@@ -204,11 +190,9 @@ def project_files(source: str) -> tuple[list[Path], list[str]]:
     files = [path for path in (*tracked, *new) if path not in secret and Path(source, path).is_file()]
     size = sum(Path(source, path).stat().st_size for path in files)
     if size > LARGEST_PROJECT:
-        raise ConfigError(
-            f"the project in {Path(source).absolute()} has {size / 2**20:,.0f} MiB, and at most "
-            f"{LARGEST_PROJECT / 2**20:,.0f} are copied; name data in .gitignore and read it from a bucket, or give "
-            "another --source"
-        )
+        sizes = f"{size / 2**20:,.0f} MiB, and at most {LARGEST_PROJECT / 2**20:,.0f} are copied"
+        remedy = "name data in .gitignore and read it from a bucket, or give another --source"
+        raise ConfigError(f"the project in {Path(source).absolute()} has {sizes}; {remedy}")
     left_out = ", ".join(map(str, secret))
     return files, [f"not copied to the instances, because they look like secrets: {left_out}"] if secret else []
 
@@ -265,14 +249,10 @@ def _version(package: str) -> str:
 def _git(source: str, *options: str) -> list[Path] | None:
     """Return what `git ls-files` lists; None: this is no repository, or there is no git."""
     try:
-        done = subprocess.run(
-            ["git", "-C", source, "ls-files", "-z", *options], capture_output=True, timeout=60, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        listed = subprocess.check_output(["git", "-C", source, "ls-files", "-z", *options], stderr=subprocess.DEVNULL)
+    except (OSError, subprocess.CalledProcessError):
         return None
-    if done.returncode != 0:
-        return None
-    return [Path(name.decode("utf-8", "surrogateescape")) for name in done.stdout.split(b"\0") if name]
+    return [Path(os.fsdecode(name)) for name in listed.split(b"\0") if name]
 
 
 def _looks_secret(path: Path) -> bool:

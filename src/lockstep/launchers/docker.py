@@ -1,11 +1,7 @@
 """Runs a command in containers of this machine, by Docker Compose: one launcher in each, on a network of their own.
 
-plan      the compose file, and the calls of docker     submit    docker compose build, docker compose up
-status    docker compose ps                             cancel    docker compose stop: the ranks save
-follow    docker compose logs of node 0, then the exit code
-
 After the end, the first call that notices it keeps the logs and the exit code in the job's folder, and removes the
-containers with their network. No secret is in the compose file: the job's token is a variable.
+containers with their network.
 """
 
 from __future__ import annotations
@@ -97,10 +93,10 @@ class DockerLauncher:
         """Build the image, start the containers; remove what was made if that fails."""
         execute(("docker", "compose", "ls"), _NOT_HERE)
         write_files(plan.files)
+        variables = {**os.environ, TOKEN: secrets.token_hex(32)}
         with undo_on_stop(lambda: _remove(plan.number)):
             for words in plan.commands:
-                variables = {**os.environ, TOKEN: secrets.token_hex(32)}
-                done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=_STDERR, env=variables, check=False)
+                done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=_STDERR, env=variables)
                 if done.returncode:
                     _remove(plan.number)
                     raise RunFailed(f"docker compose failed with exit code {done.returncode}; its output says why")
@@ -140,8 +136,7 @@ DOCKER = DockerLauncher()
 def _check(command: JobCommand, options: DockerOptions, folder: Path) -> None:
     problems = [*node_problems(command, options.nodes, "in one container"), *_malformed(options, folder)]
     problems += variable_problems(options.env, _SECRET, from_here=True)
-    if not problems:
-        problems += mount_problems(command, _mounts(options, folder), folder, "--volume", ":ro")
+    problems = problems or mount_problems(command, _mounts(options, folder), folder, "--volume", ":ro")
     if problems:
         raise ConfigError(problems)
 
@@ -184,13 +179,9 @@ def _job_text(command: JobCommand, options: DockerOptions, name: str, folder: Pa
     services = {}
     for node in range(nodes):
         joining = ["--nodes", str(nodes), "--rendezvous", f"node0:{_PORT}", "--node-rank", str(node), "--job-id", name]
-        own = {
-            "container_name": f"{name}-node{node}",
-            "hostname": f"node{node}",
-            "command": [*command.words, *(joining if nodes > 1 else ())],
-            **_devices(options, node),
-        }
-        services[f"node{node}"] = _escaped({**_service(command, options, folder), **own})
+        own = {"container_name": f"{name}-node{node}", "hostname": f"node{node}", **_devices(options, node)}
+        words = [*command.words, *(joining if nodes > 1 else ())]
+        services[f"node{node}"] = _escaped({**_service(command, options, folder), **own, "command": words})
     compose = {"name": name, "services": services, "networks": {"ranks": {"driver": "bridge"}}}
     return "".join([*(f"# {line}\n" for line in head), as_yaml(compose)])
 
@@ -271,23 +262,14 @@ def _remove(number: str) -> None:
 
 
 def _state(job: LaunchedJob, *, canceled: bool = False) -> JobStatus:
-    """Return the state of a job.
-
-    Args:
-        canceled: If nothing is known of it, it was canceled.
-
-    Raises:
-        ConfigError: There is no such job.
-    """
+    """Return the state of a job; of a `canceled` one nothing may be left. Raises ConfigError: there is no such job."""
     number = job.number
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", number):
         raise ConfigError(f"{number!r} is neither the name of a job in containers nor the folder of its run")
     if (kept := _kept_end(job)) is not None:
         return kept
     parsed = map(json.loads, _compose(number, "ps", "--all", "--format=json").splitlines())
-    entries = [
-        entry for each in parsed for entry in (each if isinstance(each, list) else [each])
-    ]  # before Compose 2.21
+    entries = [entry for each in parsed for entry in (each if isinstance(each, list) else [each])]  # a list before 2.21
     ends = {each["Service"]: each["ExitCode"] if each["State"] in ("exited", "dead") else None for each in entries}
     if not ends and not canceled:
         raise ConfigError(f"Docker knows no job {number}; if it has ended, give the folder of its run")
@@ -295,9 +277,9 @@ def _state(job: LaunchedJob, *, canceled: bool = False) -> JobStatus:
         return JobStatus(f"Docker {number}: canceled", Stopped.exit_code)
     code = _code([*ends.values()])
     odd = [f"{name} ended with exit code {its}" for name, its in sorted(ends.items()) if its not in (None, *_CODES)]
+    why = f" ({'; '.join(odd)})" if odd else ""
     running = sum(each["State"] == "running" for each in entries)
     main = f"{running} of {len(ends)} nodes running" if code is None else f"ended, exit code {code}"
-    why = f" ({'; '.join(odd)})" if odd else ""
     return JobStatus(f"Docker {number}: {main}{why}", code)
 
 

@@ -1,9 +1,5 @@
 """Runs a command in pods of a Kubernetes cluster, by kubectl.
 
-plan      the manifests, and the calls of kubectl       submit    tried by the server, then created with their token
-status    the job's conditions, and its pods            cancel    kubectl delete: the pods save and end
-follow    the log of the first pod, and of those that replace it, then the exit code of the run
-
 A job's identifier is NAMESPACE/job/NAME, with CONTEXT/ before it where the context was given.
 """
 
@@ -61,11 +57,9 @@ class KubernetesLauncher:
             patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
             commands += [(*kubectl, "patch", each, "--type=merge", f"--patch={patch}") for each in owned]
         folder = workdir(options)
-        notes = [
-            f"{each} is here; the pods read it at {PurePosixPath(folder, each)}, in the image or a volume"
-            for each in command.paths
-        ]
-        return LaunchPlan({path: text_of(manifests, command)}, tuple(commands), tuple(notes))
+        where = "is here; the pods read it at {}, in the image or a volume"
+        notes = tuple(f"{each} {where.format(PurePosixPath(folder, each))}" for each in command.paths)
+        return LaunchPlan({path: text_of(manifests, command)}, tuple(commands), notes)
 
     def submit(self, plan: LaunchPlan) -> str:
         """Create the job with what belongs to it; delete what was created if a call fails."""
@@ -92,8 +86,7 @@ class KubernetesLauncher:
 
     def status(self, job: LaunchedJob) -> JobStatus:
         """Return the job's state."""
-        state = _ask(_named(job.number))
-        return JobStatus(state.text, state.code)
+        return _ask(_named(job.number))
 
     def follow(self, job: LaunchedJob) -> int:
         """Print the log of the first pod, and of those that replace it, until the job has ended."""
@@ -136,10 +129,10 @@ def _namespace(kubectl: Sequence[str]) -> str:
     """Return the namespace of the calls. Raises RunFailed if kubectl or its context is missing."""
     if not any(word.startswith("--context=") for word in kubectl):
         _asked(("kubectl", "config", "current-context"))
-    stated = [word.partition("=")[2] for word in kubectl if word.startswith("--namespace=")]
-    return (
-        stated[0] if stated else _asked((*kubectl, "config", "view", "--minify", "--output=jsonpath={..namespace}"))
-    ).strip() or "default"
+    for word in kubectl:
+        if word.startswith("--namespace="):
+            return word.partition("=")[2]
+    return _asked((*kubectl, "config", "view", "--minify", "--output=jsonpath={..namespace}")).strip() or "default"
 
 
 def _delete(kubectl: Sequence[str], resources: Sequence[str]) -> None:
@@ -170,12 +163,10 @@ class _Target:
 
 
 @dataclass(frozen=True, slots=True)
-class _ClusterJob:
+class _ClusterJob(JobStatus):
     """A job's state: `first` are the pods with node rank 0, the oldest first."""
 
-    text: str
-    code: int | None
-    first: tuple[Mapping[str, Any], ...]
+    first: tuple[Mapping[str, Any], ...] = ()
 
 
 def _named(number: str) -> _Target:
@@ -224,13 +215,9 @@ def _terminated(pods: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _code(failed: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> int:
     """Return the exit code of a failed run: the one that the job's condition names, or the last of a pod."""
-    match = re.search(r"exit code (\d+)", failed.get("message", ""))
-    codes = (
-        [int(match[1])]
-        if match is not None
-        else [code for each in _states(pods, "terminated") if (code := each["exitCode"])]
-    )
-    return codes[-1] if codes else 1
+    if match := re.search(r"exit code (\d+)", failed.get("message", "")):
+        return int(match[1])
+    return next((each["exitCode"] for each in reversed(_states(pods, "terminated")) if each["exitCode"]), 1)
 
 
 def _unfinished(pods: Sequence[Mapping[str, Any]]) -> str:

@@ -1,9 +1,4 @@
-"""Mounts of a container, and the paths of this machine that it sees through them.
-
-/home/me/project:/home/me/project                      run.yaml, data/a        seen
-                                                       ../x.yaml, /data/b      unseen: give --volume /data/b:/data/b:ro
-                                                       data -> /data           unseen: the link leads out of the mounts
-"""
+"""Mounts of a container, and the paths of this machine that it sees through them."""
 
 from __future__ import annotations
 
@@ -40,23 +35,23 @@ def mount_problems(
     """
     problems = []
     for text in command.paths:
-        path = os.path.normpath(folder / Path(text).expanduser())
+        path = folder / Path(text).expanduser()
         if not _is_seen(path, mounts):
-            real = os.path.realpath(path)
-            why = f"{plain_line(real)} is in no folder that they have at this path"
-            message = f"the containers don't see it: {why}; give {_mounting(flag, real, read_only)}"
-            problems.append(Problem(plain_line(text), "", message))
+            real = plain_line(os.path.realpath(path))
+            why = (
+                f"the containers don't see {real} at this path; give {flag} {shlex.quote(f'{real}:{real}{read_only}')}"
+            )
+            problems.append(Problem(plain_line(text), "", why))
     place = command.checkpoint_folder
     kept = folder / (place or command.run_folder)
     if command.starts_run and not is_address(str(place)) and not _is_seen(kept, mounts, writing=True):
-        outside = Path(os.path.realpath(kept))
-        why = f"{outside} is in no folder that it can write to; give {_mounting(flag, outside.parent)}"
-        key = "run.folder" if place is None else "checkpoint.folder"
-        problems.append(Problem("", key, f"would be lost with the container: {why}"))
+        real = str(Path(os.path.realpath(kept)).parent)
+        why = f"would be lost with the container; give {flag} {shlex.quote(f'{real}:{real}')}"
+        problems.append(Problem("", "run.folder" if place is None else "checkpoint.folder", why))
     return problems
 
 
-def _is_seen(path: str | Path, mounts: Sequence[Mount], *, writing: bool = False) -> bool:
+def _is_seen(path: Path, mounts: Sequence[Mount], *, writing: bool = False) -> bool:
     """Return whether a container sees at this path what this machine has there, or can write there."""
     place = Path(os.path.normpath(path))
     holding = [mount for mount in mounts if place.is_relative_to(mount.target)]
@@ -66,11 +61,5 @@ def _is_seen(path: str | Path, mounts: Sequence[Mount], *, writing: bool = False
     real = Path(os.path.realpath(Path(nearest.host, place.relative_to(nearest.target))))
     if real.is_relative_to(os.path.realpath(nearest.host)):
         return not (writing and nearest.read_only)
-    return any(
-        mount.host == mount.target and real.is_relative_to(mount.target) and not (writing and mount.read_only)
-        for mount in mounts
-    )
-
-
-def _mounting(flag: str, path: str | Path, ending: str = "") -> str:
-    return f"{flag} {shlex.quote(f'{path}:{path}{ending}')}"
+    others = [mount for mount in mounts if mount.host == mount.target and real.is_relative_to(mount.target)]
+    return any(not (writing and mount.read_only) for mount in others)

@@ -1,10 +1,6 @@
 """Runs a command on the nodes of a Ray cluster, as a job of Ray's Jobs API.
 
-plan      the order, and the job with it as its entrypoint      submit    the job
-status    the job's state                                       cancel    stop of the job: SIGTERM, saved
-follow    the job's output, then the exit code of its entrypoint
-
-The entrypoint, `ray_driver`, places one launcher on each node. A job's identifier is its submission id, with the
+The job's entrypoint, `ray_driver`, places one launcher on each node. A job's identifier is its submission id, with the
 dashboard's address and / before it where that was given.
 """
 
@@ -94,30 +90,29 @@ class RayOptions(Section):
 
 def _check(command: JobCommand, options: RayOptions) -> None:
     problems = [*node_problems(command, options.nodes, "on one node"), *variable_problems(options.env, _SECRET)]
-    if options.upload and options.folder is not None:
-        problems.append(
-            Problem("--upload", "", "copies this folder, and --folder names a shared one; give one of them")
-        )
-    if options.retries and command.restart_words != command.words:
-        message = "would start over with each retry; leave out --retries, or start from them once"
-        problems.append(Problem("--fresh, --from, --fork", "", message))
-    if options.address is not None and not _ADDRESS.fullmatch(options.address):
-        message = f"{options.address!r} is not the address of Ray's dashboard; write http://HEAD:8265"
-        problems.append(Problem("--address", "", message))
-    for text in options.resource:
-        if not _RESOURCE.fullmatch(text):
-            example = "NAME=AMOUNT, such as accelerator_type:H100=0.001"
-            problems.append(Problem("--resource", "", f"{text!r} is not {example}"))
-    place = command.checkpoint_folder or str(command.run_folder)
-    is_kept = is_address(place) or PurePosixPath(place).is_absolute() or not command.in_folder
-    if not problems and options.upload and command.starts_run and not is_kept:
-        message = (
-            f"{command.run_folder} would be lost with Ray's copy of this folder; give it an absolute path of a shared "
-            "folder, or checkpoint.folder=s3://BUCKET/PREFIX"
-        )
-        problems.append(Problem("", "run.folder", message))
+    problems += _misfitting(command, options)
     if problems:
         raise ConfigError(problems)
+
+
+def _misfitting(command: JobCommand, options: RayOptions) -> Iterator[Problem]:
+    if options.upload and options.folder is not None:
+        yield Problem("--upload", "", "copies this folder, and --folder names a shared one; give one of them")
+    if options.retries and command.restart_words != command.words:
+        why = "would start over with each retry; leave out --retries, or start from them once"
+        yield Problem("--fresh, --from, --fork", "", why)
+    if options.address is not None and not _ADDRESS.fullmatch(options.address):
+        yield Problem(
+            "--address", "", f"{options.address!r} is no address of Ray's dashboard, such as http://HEAD:8265"
+        )
+    for text in options.resource:
+        if not _RESOURCE.fullmatch(text):
+            yield Problem("--resource", "", f"{text!r} is not NAME=AMOUNT, such as accelerator_type:H100=0.001")
+    place = command.checkpoint_folder or str(command.run_folder)
+    is_kept = is_address(place) or PurePosixPath(place).is_absolute() or not command.in_folder
+    if options.upload and command.starts_run and not is_kept:
+        remedy = "give an absolute path of a shared folder, or checkpoint.folder=s3://BUCKET/PREFIX"
+        yield Problem("", "run.folder", f"would be lost with Ray's copy of this folder; {remedy}")
 
 
 def _bundle(command: JobCommand, options: RayOptions) -> dict[str, float]:
@@ -141,35 +136,27 @@ class RayLauncher:
         program = options.program or own_program()
         grace = seconds_to_save(command, options.nodes) if options.grace == "auto" else options.grace
         order = {
+            **options.model_dump(include={"nodes", "wait", "retries"}),
             "job": job,
             "words": command.words,
             "restart_words": command.restart_words,
-            "nodes": options.nodes,
             "bundle": _bundle(command, options),
             "folder": None if options.upload else options.folder or str(here),
             "logs": str(command.folder),
             "program": program,
-            "wait": options.wait,
-            "retries": options.retries,
             "grace": grace,
             "environment": pairs(options.env),
         }
-        environment: dict[str, Any] = {
-            "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(grace + _STOPPED_S)},
-            **({"working_dir": str(here), "excludes": _NOT_UPLOADED} if options.upload else {}),
-        }
-        record = {
-            "address": _address(options.address),
-            "submission_id": job,
-            "entrypoint": f"{program} launch on-ray {shlex.quote(json.dumps(order))}",
-            "runtime_env": environment,
-        }
-        line = ["ray", "job", "submit", "--no-wait", "--address", str(record["address"]), "--submission-id", job]
-        line += ["--runtime-env-json", json.dumps(environment), "--", *shlex.split(str(record["entrypoint"]))]
-        number = job if record["address"] == _DASHBOARD else f"{record['address']}/{job}"
-        return LaunchPlan(
-            {command.folder / _RECORD: json.dumps(record, indent=2) + "\n"}, (tuple(line),), number=number
-        )
+        environment: dict[str, Any] = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(grace + _STOPPED_S)}}
+        if options.upload:
+            environment |= {"working_dir": str(here), "excludes": _NOT_UPLOADED}
+        address, entrypoint = _address(options.address), f"{program} launch on-ray {shlex.quote(json.dumps(order))}"
+        record = {"address": address, "submission_id": job, "entrypoint": entrypoint, "runtime_env": environment}
+        line = ["ray", "job", "submit", "--no-wait", "--address", address, "--submission-id", job]
+        line += ["--runtime-env-json", json.dumps(environment), "--", *shlex.split(entrypoint)]
+        number = job if address == _DASHBOARD else f"{address}/{job}"
+        files = {command.folder / _RECORD: json.dumps(record, indent=2) + "\n"}
+        return LaunchPlan(files, (tuple(line),), number=number)
 
     def submit(self, plan: LaunchPlan) -> str:
         """Submit the job. Raises RunFailed."""
@@ -226,9 +213,8 @@ def _client(address: str) -> JobSubmissionClient:
     try:
         from ray.job_submission import JobSubmissionClient
     except ImportError:
-        raise RunFailed(
-            f"Ray isn't installed for {sys.executable}; {pip_install('ray')}, or your cluster's version"
-        ) from None
+        remedy = f"{pip_install('ray')}, or your cluster's version"
+        raise RunFailed(f"Ray isn't installed for {sys.executable}; {remedy}") from None
     parts = urlsplit(address)
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -237,10 +223,8 @@ def _client(address: str) -> JobSubmissionClient:
         client = JobSubmissionClient(address, headers=headers)
     except (OSError, ValueError, RuntimeError) as error:
         why = _one_line(str(getattr(error, "strerror", None) or error))
-        raise RunFailed(
-            f"no Ray dashboard answers at {address} ({why}); give --address http://HEAD:8265, or start Ray with its "
-            f"dashboard: {pip_install('ray')}, ray start --head"
-        ) from None
+        remedy = f"give --address http://HEAD:8265, or start Ray: {pip_install('ray')}, ray start --head"
+        raise RunFailed(f"no Ray dashboard answers at {address} ({why}); {remedy}") from None
     logging.getLogger(JobSubmissionClient.__module__).setLevel(logging.ERROR)
     return client
 
@@ -303,9 +287,7 @@ def _answers(name: str) -> Iterator[None]:
     except (RuntimeError, OSError, aiohttp.ClientError) as error:
         text = _one_line(str(error))
         if "does not exist" in text:
-            raise ConfigError(
-                f"Ray knows no job {name}: it is on another cluster (--address), or the cluster was started again"
-            ) from None
+            raise ConfigError(f"Ray knows no job {name}: another cluster (--address), or one that restarted?") from None
         raise RunFailed(f"Ray's dashboard refuses or doesn't answer: {text}") from None
 
 

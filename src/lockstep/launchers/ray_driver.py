@@ -1,10 +1,4 @@
-"""The entrypoint of a Ray job: places one actor on each node, has each start a launcher there, and follows the run.
-
-    job -- lockstep launch on-ray ORDER     placement group, STRICT_SPREAD: a bundle on each node
-             actor on each node --> `lockstep train ... --node-rank N`      its output -- polled --> here, HOST.log
-
-The exit code is that of the run. SIGTERM, which a stopped job gets, stops all nodes, saved.
-"""
+"""The entrypoint of a Ray job: places one actor on each node, which starts a launcher there, and follows the run."""
 
 from __future__ import annotations
 
@@ -37,14 +31,7 @@ Order = Mapping[str, Any]
 
 
 def drive(text: str) -> int:
-    """Run an order's command on the nodes of this cluster, and return its exit code.
-
-    Args:
-        text: The order as JSON: what the launcher wrote into `ray.json`.
-
-    Raises:
-        Failure: The cluster hasn't the nodes, or a node can't take part.
-    """
+    """Run the command of an order, which is JSON, on the nodes of this cluster; return its exit code."""
     try:
         import ray
     except ImportError:
@@ -74,7 +61,7 @@ def _enter(folder: str | None) -> None:
     try:
         os.chdir(folder or ".")
     except OSError as error:
-        why = f"{folder} can't be entered on {socket.gethostname()}, where the job's driver runs ({error.strerror})"
+        why = f"{folder} can't be entered on {socket.gethostname()} ({error.strerror})"
         raise RunFailed(f"{why}; share it with the cluster, or give --folder or --upload") from None
 
 
@@ -105,15 +92,12 @@ def _place(order: Order) -> Any:
         fitting = [each for each in nodes if all(each.get(name, 0) >= n for name, n in order["bundle"].items())]
         wanted = f"{order['nodes']} nodes with {_resources(order['bundle'])} each"
         if len(fitting) < order["nodes"] and seconds >= order["wait"]:
-            have = "; ".join(sorted({_resources(each) for each in nodes}))
-            raise ConfigError(
-                f"the run needs {wanted}, and {len(fitting)} of this cluster's {len(nodes)} nodes fit (they have "
-                f"{have}); ask for less, or give --wait SECONDS if an autoscaler starts nodes"
-            )
+            have = f"{len(fitting)} of {len(nodes)} fit ({'; '.join(sorted({_resources(each) for each in nodes}))})"
+            remedy = "ask for less, or give --wait SECONDS if an autoscaler starts nodes"
+            raise ConfigError(f"the run needs {wanted}, and {have}; {remedy}")
         if seconds >= _NOTED_S and not noted:
             noted = True
-            why = f"{len(fitting)} of this cluster's nodes have that, when they are free"
-            echo(f"lockstep: waits for {wanted}; {why}", flush=True)
+            echo(f"lockstep: waits for {wanted}, which {len(fitting)} nodes have when they are free", flush=True)
     return group
 
 
@@ -238,7 +222,7 @@ class _Run:
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self.stops += 1
-        self._signals.append(int(number))
+        self._save(number, frame)
 
     def _save(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(int(number))

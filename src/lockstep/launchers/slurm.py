@@ -1,13 +1,7 @@
 """Runs a command as a batch job of Slurm.
 
-plan      the script, and `sbatch` of it                     submit    sbatch
-status    scontrol show job, or sacct once it is forgotten   cancel    scancel
-follow    the output file while the job is known, then the exit code that the script ended with
-
-The script:
-#SBATCH lines    what the job needs, how it is warned, where it prints
-srun             one launcher on each node, which starts the ranks of its node
-after srun       exit code 75, stopped and saved: queued again; any other ends the job
+`srun` starts a launcher on each node, which starts the ranks there. After exit code 75 (stopped and saved) the script
+queues the job again.
 """
 
 from __future__ import annotations
@@ -50,6 +44,14 @@ _OWN = (
 )
 """Options of sbatch that Lockstep's script relies on -> what to give instead."""
 _SHORT = {"-a": "array", "-c": "cpus-per-task", "-N": "nodes", "-n": "ntasks", "-t": "time"}
+_MEETING = """
+# The launchers connect to the first node, on a port that other jobs are unlikely to have. The id and the
+# token differ for each start of the job: none takes part in an earlier start, and no stranger in this one.
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+command+=(--nodes "$SLURM_JOB_NUM_NODES" --rendezvous "${hosts[0]}:$((10000 + SLURM_JOB_ID % 20000))")
+command+=(--job-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}")
+LOCKSTEP_JOB_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+export LOCKSTEP_JOB_TOKEN"""
 
 
 class SlurmOptions(Section, SweepOptions):
@@ -140,36 +142,31 @@ SLURM = SlurmLauncher()
 
 
 def _check(command: JobCommand, options: SlurmOptions) -> None:
-    problems = node_problems(command, options.nodes, "on one node")
-    if options.array_limit is not None and not command.sweep:
-        problems.append(Problem("--array-limit", "", "is for the runs of a sweep; give --sweep KEY=A,B too"))
-    if options.container_mounts and options.container_image is None:
-        problems.append(Problem("--container-mounts", "", "is for a container; give --container-image too"))
-    for flag, words in (("--sbatch", options.sbatch), ("--srun", options.srun)):
-        problems += [
-            Problem(flag, "", f"{shortened(word)} is not an option; write {flag}=--name=value")
-            for word in words
-            if not re.fullmatch(r"--?[A-Za-z].*", word)
-        ]
-    for word in options.sbatch:
-        name = word[2:].partition("=")[0] if word.startswith("--") else _SHORT.get(word[:2], "")
-        if name in _OWN:
-            message = f"{shortened(word)} would contradict the script; give {_OWN[name]} instead"
-            problems.append(Problem("--sbatch", "", message))
+    problems = [*node_problems(command, options.nodes, "on one node"), *_misfitting(command, options)]
     if options.container_image is not None:
         here = str(Path.cwd())
         parts = [text.split(":") for text in options.container_mounts]
         mounts = [Mount(os.path.normpath(part[0]), os.path.normpath(part[min(1, len(part) - 1)])) for part in parts]
         problems += mount_problems(command, [Mount(here, here), *mounts], Path(here), "--container-mounts", "")
-    limit, before = _limit_seconds(options.time or ""), _signal_before(command, options)
-    if limit and 2 * before > limit:
-        message = (
-            f"{options.time} is {limit} s, and the ranks are asked to stop {before} s before its end, to save; give a "
-            "longer --time, or a shorter --signal-before"
-        )
-        problems.append(Problem("--time", "", message))
     if problems:
         raise ConfigError(problems)
+
+
+def _misfitting(command: JobCommand, options: SlurmOptions) -> Iterator[Problem]:
+    if options.array_limit is not None and not command.sweep:
+        yield Problem("--array-limit", "", "is for the runs of a sweep; give --sweep KEY=A,B too")
+    if options.container_mounts and options.container_image is None:
+        yield Problem("--container-mounts", "", "is for a container; give --container-image too")
+    for flag, word in [*(("--sbatch", word) for word in options.sbatch), *(("--srun", word) for word in options.srun)]:
+        name = word[2:].partition("=")[0] if word.startswith("--") else _SHORT.get(word[:2], "")
+        if not re.fullmatch(r"--?[A-Za-z].*", word):
+            yield Problem(flag, "", f"{shortened(word)} is not an option; write {flag}=--name=value")
+        elif flag == "--sbatch" and name in _OWN:
+            yield Problem(flag, "", f"{shortened(word)} would contradict the script; give {_OWN[name]} instead")
+    limit, before = _limit_seconds(options.time or ""), _signal_before(command, options)
+    if limit and 2 * before > limit:
+        why = f"is {limit} s, and the ranks are asked to save {before} s before its end; give more, or --signal-before"
+        yield Problem("--time", "", why)
 
 
 def _limit_seconds(time: str) -> int | None:
@@ -212,19 +209,11 @@ def _script(command: JobCommand, options: SlurmOptions, directory: Path) -> str:
 def _directives(command: JobCommand, options: SlurmOptions, directory: Path) -> Iterator[str]:
     cpus = _cpus(command, options)
     output = f"{str(command.folder).replace('%', '%%')}/{'slurm-%A_%a.out' if command.sweep else 'slurm-%j.out'}"
-    plain: Mapping[str, object] = {
-        "job-name": plain_line(command.name),
-        "chdir": directory,
-        "nodes": options.nodes,
-        "partition": options.partition,
-        "account": options.account,
-        "qos": options.qos,
-        "constraint": options.constraint,
-        "time": options.time,
-        "gpus-per-node": options.gpus_per_node,
-        "mem": options.mem,
-    }
-    yield from (_directive(f"--{name}={value}") for name, value in plain.items() if value is not None)
+    yield _directive(f"--job-name={plain_line(command.name)}")
+    yield _directive(f"--chdir={directory}")
+    for name in ("nodes", "partition", "account", "qos", "constraint", "time", "gpus_per_node", "mem"):
+        if (value := getattr(options, name)) is not None:
+            yield _directive(f"--{name.replace('_', '-')}={value}")
     if command.sweep:
         limit = f"%{options.array_limit}" if options.array_limit else ""
         yield "# A sweep: each task of the array is one run."
@@ -279,16 +268,8 @@ def _command(command: JobCommand, options: SlurmOptions) -> Iterator[str]:
 
 def _meeting(options: SlurmOptions) -> Iterator[str]:
     """Yield the lines by which launchers on several nodes find each other."""
-    if options.nodes == 1:
-        return
-    yield ""
-    yield "# The launchers connect to the first node, on a port that other jobs are unlikely to have. The id and the"
-    yield "# token differ for each start of the job: none takes part in an earlier start, and no stranger in this one."
-    yield 'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
-    yield 'command+=(--nodes "$SLURM_JOB_NUM_NODES" --rendezvous "${hosts[0]}:$((10000 + SLURM_JOB_ID % 20000))")'
-    yield 'command+=(--job-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}")'
-    yield "LOCKSTEP_JOB_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
-    yield "export LOCKSTEP_JOB_TOKEN"
+    if options.nodes > 1:
+        yield _MEETING
 
 
 def _srun(command: JobCommand, options: SlurmOptions, directory: Path) -> Iterator[str]:
@@ -324,9 +305,7 @@ def _ending(command: JobCommand, options: SlurmOptions) -> Iterator[str]:
 
 def _tasks(number: str) -> list[Mapping[str, str]]:
     if not re.fullmatch(r"\d+(_\d+)?", number):
-        raise ConfigError(
-            f"{number!r} is neither the number of a Slurm job nor the folder of a run that Slurm was given"
-        )
+        raise ConfigError(f"{number!r} is neither the number of a Slurm job nor the folder of its run")
     try:
         text = execute(("scontrol", "--oneliner", "show", "job", number), _NOT_HERE)
     except RunFailed as failure:
@@ -338,20 +317,17 @@ def _tasks(number: str) -> list[Mapping[str, str]]:
 
 def _accounted(number: str) -> list[Mapping[str, str]]:
     """Return the same of a job that the controller has forgotten, minutes after its end."""
-    fields = ("JobId", "JobState", "ExitCode", "NodeList")
-    columns = "JobID,State,ExitCode,NodeList"
+    fields, columns = ("JobId", "JobState", "ExitCode", "NodeList"), "JobID,State,ExitCode,NodeList"
     try:
         text = execute(("sacct", "--allocations", "--noheader", "--parsable2", f"--format={columns}", "--jobs", number))
     except RunFailed as failure:
-        why = "Slurm accounting storage is disabled"
-        if why not in str(failure):
+        if "Slurm accounting storage is disabled" not in str(failure):
             raise
         text = ""
     tasks = [dict(zip(fields, line.split("|"), strict=True)) for line in text.splitlines() if line.strip()]
     if not tasks:
-        raise ConfigError(
-            f"Slurm knows no job {number}: it forgets jobs some minutes after their end, unless it keeps accounts"
-        )
+        why = "it forgets jobs some minutes after their end, unless it keeps accounts"
+        raise ConfigError(f"Slurm knows no job {number}: {why}")
     return [{**task, "JobState": task["JobState"].split()[0]} for task in tasks]
 
 
@@ -373,27 +349,22 @@ def _code_of(task: Mapping[str, str]) -> int:
 
 def _line(task: Mapping[str, str]) -> str:
     number = f"{task['ArrayJobId']}_{task.get('ArrayTaskId', '')}" if "ArrayJobId" in task else task["JobId"]
-    state = task["JobState"]
-    nodes = task.get("NodeList", "")
-    restarts = int(task.get("Restarts", "0"))
-    parts = [f"Slurm job {number}: {state}"]
-    if state == "PENDING" and task.get("Reason", "None") != "None":
-        parts[0] += f" ({task['Reason']})"
+    state, nodes, reason = task["JobState"], task.get("NodeList", ""), task.get("Reason", "None")
+    text = f"Slurm job {number}: {state}"
+    if state == "PENDING" and reason != "None":
+        text += f" ({reason})"
     if nodes and nodes != "(null)":
-        parts.append(f"on {nodes}")
-    if restarts:
-        parts.append(f"restart {restarts}")
+        text += f", on {nodes}"
+    if task.get("Restarts", "0") != "0":
+        text += f", restart {task['Restarts']}"
     if state in ("FAILED", "NODE_FAIL", "OUT_OF_MEMORY"):
-        parts.append(f"exit code {task['ExitCode'].split(':')[0]}")
-    return ", ".join(parts)
+        text += f", exit code {task['ExitCode'].split(':')[0]}"
+    return text
 
 
 def _pattern(tasks: Sequence[Mapping[str, str]]) -> str:
-    path = tasks[0].get("StdOut", "")
+    path, array = tasks[0].get("StdOut", ""), tasks[0].get("ArrayJobId")
     if not path:
-        raise ConfigError(
-            f"Slurm no longer knows where job {tasks[0]['JobId']} has printed; see slurm-*.out in its folder"
-        )
-    if "ArrayJobId" not in tasks[0]:
-        return path
-    return re.sub(rf"{tasks[0]['ArrayJobId']}_[^.]*\.out$", f"{tasks[0]['ArrayJobId']}_*.out", path)
+        where = "see slurm-*.out in its folder"
+        raise ConfigError(f"Slurm no longer knows where job {tasks[0]['JobId']} has printed; {where}")
+    return path if array is None else re.sub(rf"{array}_[^.]*\.out$", f"{array}_*.out", path)

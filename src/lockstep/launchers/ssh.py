@@ -1,11 +1,6 @@
 """Runs a command on hosts that ssh reaches, as long as this command runs.
 
 --hosts a,b:8,me@c          a and c as many ranks as the command states, b 8
-
-plan      what is started on each host, as ssh.json, and the command lines of ssh
-submit    connects to all hosts, and starts the command on each once all have answered
-follow    the output of node 0, and its exit code
-status    whether the process of `lockstep launch ssh` runs      cancel    SIGINT to it: saved and stopped
 """
 
 from __future__ import annotations
@@ -67,8 +62,8 @@ class SshOptions(Section, HostOptions):
 
     def world_size(self, ranks: int | None) -> int | None:
         """Return the number of ranks on all hosts."""
-        numbers = [host.ranks or ranks for host in hosts_of(self)]
-        return None if None in numbers else sum(number for number in numbers if number is not None)
+        numbers = [host.ranks or ranks or 0 for host in hosts_of(self)]
+        return sum(numbers) if all(numbers) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +93,9 @@ def hosts_of(options: SshOptions) -> list[NamedHost]:
 
 def _check(command: JobCommand, options: SshOptions, hosts: Sequence[NamedHost]) -> None:
     problems = [*variable_problems(options.env, _SECRET, from_here=True)]
-    if len(hosts) > 1 and not command.nodes:
-        message = f"{len(hosts)} hosts, but `lockstep {command.words[0]}` runs on one; name one"
+    if not command.nodes and (len(hosts) > 1 or hosts[0].ranks):
+        message = f"`lockstep {command.words[0]}` runs on one host, which states no ranks; name one"
         problems.append(Problem("--hosts", "", message))
-    if not command.nodes and any(host.ranks for host in hosts):
-        problems.append(Problem("--hosts", "", f"`lockstep {command.words[0]}` takes no number of ranks from its host"))
     if options.rendezvous is not None:
         try:
             checked_address(options.rendezvous)
@@ -131,18 +124,16 @@ class SshLauncher:
         _check(command, options, hosts)
         program = options.program or own_program()
         job = secrets.token_hex(4)
+        lines = [shlex.join(_words(command, host, node, len(hosts), job)) for node, host in enumerate(hosts)]
         record = {
+            **options.model_dump(include={"rendezvous", "grace"}),
             "job": job,
-            "hosts": {
-                host.name: shlex.join(_words(command, host, node, len(hosts), job)) for node, host in enumerate(hosts)
-            },
+            "hosts": {host.name: line for host, line in zip(hosts, lines, strict=True)},
             "environment": list(options.env),
-            "rendezvous": options.rendezvous,
-            "grace": options.grace,
         }
         there = f"{program} launch at-host {shlex.quote(options.folder or str(Path.cwd()))}"
-        lines = tuple(("ssh", *options.ssh, *_OPTIONS, "--", host.name, there) for host in hosts)
-        return LaunchPlan({command.folder / _RECORD: json.dumps(record, indent=2) + "\n"}, lines, attached=True)
+        calls = tuple(("ssh", *options.ssh, *_OPTIONS, "--", host.name, there) for host in hosts)
+        return LaunchPlan({command.folder / _RECORD: json.dumps(record, indent=2) + "\n"}, calls, attached=True)
 
     def submit(self, plan: LaunchPlan) -> str:
         """Start the command on each host once all have answered; return the job's identifier."""
@@ -153,8 +144,8 @@ class SshLauncher:
             for name, words in zip(record["hosts"], plan.commands, strict=True):
                 log = path.with_name(re.sub(r"[^\w.@-]", "_", name) + ".log") if hosts else None
                 hosts.append(SshHost(name, words, log))
-            rendezvous = rendezvous_of(hosts)
-            rendezvous = record["rendezvous"] or rendezvous
+            own_address = rendezvous_of(hosts)
+            rendezvous = record["rendezvous"] or own_address
             for name, line in record["hosts"].items():
                 record["hosts"][name] = line.replace(_TO_BE_CHOSEN, rendezvous)
             own = {"machine": socket.gethostname(), "process": os.getpid(), "started": started(os.getpid())}
@@ -165,7 +156,8 @@ class SshLauncher:
             for host in hosts:
                 host.process.wait()
             raise
-        given = {name: value if equals else os.environ[name] for name, equals, value in _parts(record["environment"])}
+        parts = [text.partition("=") for text in record["environment"]]
+        given = {name: value if equals else os.environ[name] for name, equals, value in parts}
         order = {"environment": {**given, TOKEN: secrets.token_hex(32)}, "grace": record["grace"]}
         for host in hosts:
             host.send(json.dumps({**order, "words": shlex.split(record["hosts"][host.name])}))
@@ -175,18 +167,14 @@ class SshLauncher:
     def status(self, job: LaunchedJob) -> JobStatus:
         """Return whether the command that has launched the job runs, or its exit code."""
         record = _record(job)
-        hosts = ", ".join(record["hosts"])
+        name = f"ssh job {record['job']} on {', '.join(record['hosts'])}"
         if record["code"] is not None:
-            return JobStatus(
-                f"ssh job {record['job']} on {hosts}: ended with exit code {record['code']}", record["code"]
-            )
+            return JobStatus(f"{name}: ended with exit code {record['code']}", record["code"])
         if record["machine"] != socket.gethostname():
             raise ConfigError(f"this job was launched on {record['machine']}; call this there")
         if started(record["process"]) != record["started"]:
-            return JobStatus(
-                f"ssh job {record['job']} on {hosts}: its launcher was killed, and the hosts have stopped", 1
-            )
-        return JobStatus(f"ssh job {record['job']} on {hosts}: runs, launched by process {record['process']}")
+            return JobStatus(f"{name}: its launcher was killed, and the hosts have stopped", 1)
+        return JobStatus(f"{name}: runs, launched by process {record['process']}")
 
     def follow(self, job: LaunchedJob) -> int:
         """Print the output of node 0 until all hosts have ended."""
@@ -215,10 +203,6 @@ def _words(command: JobCommand, host: NamedHost, node: int, nodes: int, job: str
     if nodes > 1:
         words += ["--nodes", str(nodes), "--rendezvous", _TO_BE_CHOSEN, "--node-rank", str(node), "--job-id", job]
     return words
-
-
-def _parts(texts: Sequence[str]) -> list[tuple[str, str, str]]:
-    return [text.partition("=") for text in texts]
 
 
 def _record(job: LaunchedJob) -> Mapping[str, Any]:

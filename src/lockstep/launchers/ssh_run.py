@@ -1,11 +1,7 @@
 """A run on hosts that ssh reaches: connections, output, signals, and how it has ended.
 
-SshHost -- order, signals, beats --> stdin  `lockstep launch at-host` over ssh
-        <-- facts, then the output of the command -- stdout, stderr
-
-node 0       --> this terminal, and its exit code
-the others   --> HOST.log in the job's folder
-Ctrl-C       --> node 0, whose launcher stops all; the second one --> all
+The output of node 0 goes to this terminal, that of the others to HOST.log in the job's folder. Ctrl-C goes to node 0,
+whose launcher stops all; the second one goes to all.
 """
 
 from __future__ import annotations
@@ -43,8 +39,7 @@ class SshHost:
     """A host, and the program `ssh` that is connected with Lockstep's process there.
 
     Attributes:
-        name: Its name, as the user knows it.
-        log: File for the output of the command there; None: this terminal shows it.
+        log: File for the command's output; None: this terminal.
         code: Exit code of the command, or ssh's own; None while it runs.
     """
 
@@ -143,12 +138,7 @@ def rendezvous_of(hosts: Sequence[SshHost]) -> str:
 
 @dataclass
 class SshRun:
-    """The command on all hosts; the first is node 0.
-
-    Attributes:
-        hosts: The hosts, on which the command has been started.
-        grace: Seconds that a host has to save when the connection to it is lost.
-    """
+    """The command on all hosts; the first is node 0. `grace` is as of the option."""
 
     hosts: Sequence[SshHost]
     grace: float

@@ -1,10 +1,4 @@
-"""Tools that launchers share: running other programs, writing a job's files, printing its output.
-
-execute(["sbatch", ...])    its output, or one sentence if it is missing or refuses
-follow_until_end(ask, ...)  prints a job's states and output
-Patience(job, "slurm")      bears that a job can't be asked for a while
-OutputTail(pattern)         prints what is new in the files that match
-"""
+"""What launchers share: running other programs, checks of options, writing a job's files, printing its output."""
 
 from __future__ import annotations
 
@@ -16,14 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.files import write_atomically
-from lockstep.core.jobs import JobCommand
+from lockstep.core.jobs import JobCommand, JobStatus
 from lockstep.core.secrets import names_a_secret
 from lockstep.core.terminal import echo, plain, shortened
 
@@ -45,15 +40,11 @@ def seconds_to_save(command: JobCommand, nodes: int) -> int:
 
 
 def execute(words: Sequence[str], remedy: str = "", given: str | None = None, *, patience_s: float = 120.0) -> str:
-    """Run a program and return what it prints on stdout.
+    """Run a program and return its stdout. Raises RunFailed if it is missing, fails, or doesn't answer in time.
 
     Args:
         remedy: What to do if the program isn't there, as the end of a sentence.
-        given: What it reads on stdin; None: it reads this process's.
-        patience_s: Seconds in which it has to answer.
-
-    Raises:
-        RunFailed: It isn't there, fails or doesn't answer; with its own words.
+        given: Its stdin; None: this process's.
     """
     try:
         done = subprocess.run(
@@ -103,7 +94,7 @@ def variable_problems(texts: Sequence[str], secret: str, *, from_here: bool = Fa
     """Yield what is wrong with the option --env.
 
     Args:
-        secret: Why a secret isn't given there, and how it is given, as the end of a sentence.
+        secret: The end of a sentence about a variable that looks like a secret.
         from_here: Whether NAME alone takes its value from here.
     """
     for text in texts:
@@ -157,16 +148,7 @@ def write_files(files: Mapping[Path, str]) -> None:
             raise RunFailed(f"can't write {path}: {error.strerror}") from None
 
 
-class FollowedState(Protocol):
-    """A job's state: a line for a person, and its exit code once it has ended."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def code(self) -> int | None: ...
-
-
-_State = TypeVar("_State", bound=FollowedState)
+_State = TypeVar("_State", bound=JobStatus)
 
 
 def follow_until_end(ask: Callable[[], _State], print_new: Callable[[_State], object], pause: float) -> int:
@@ -183,60 +165,40 @@ def follow_until_end(ask: Callable[[], _State], print_new: Callable[[_State], ob
         time.sleep(pause)
 
 
-def refuse_to_cancel_ended(state: FollowedState) -> None:
+def refuse_to_cancel_ended(state: JobStatus) -> None:
     if state.code is not None:
         raise ConfigError(f"there is nothing to cancel: {state.text}")
 
 
+@dataclass(frozen=True, slots=True)
 class Patience:
-    """Bears that questions about a job fail for a while: the network is gone, a server is busy, a login has expired.
+    """Repeats questions about a job that fail for up to `seconds`: the network is gone, or a login has expired."""
 
-    Each block `with patience:` is a question; a RunFailed in it is noted and suppressed.
-
-    Args:
-        number: The job's identifier.
-        where: Name of the launcher, for the commands in the message.
-        seconds: Time without any success after which the failure is raised.
-    """
-
-    def __init__(self, number: str, where: str, seconds: float = 300.0) -> None:
-        ways = " or ".join(f"lockstep launch {where} {verb} {number}" for verb in ("follow", "cancel"))
-        self._ways = f"the job continues; {ways} is the next step when that is mended"
-        self._seconds = seconds
-        self._successful_at = time.monotonic()
-        self._is_noted = False
-
-    def __enter__(self) -> None:
-        """Begin a question."""
-
-    def __exit__(self, kind: object, failure: BaseException | None, trace: object) -> bool:
-        """Note a RunFailed once, and suppress it. Raises RunFailed: questions have failed for too long."""
-        if failure is None:
-            self._successful_at, self._is_noted = time.monotonic(), False
-        if not isinstance(failure, RunFailed):
-            return False
-        if time.monotonic() - self._successful_at > self._seconds:
-            raise RunFailed(f"{failure}; {self._ways}") from failure
-        if not self._is_noted:
-            note = f"note: {failure}; the job continues, and it is asked again for {self._seconds / 60:g} minutes"
-            echo(note, file=sys.stderr, flush=True)
-        self._is_noted = True
-        return True
+    number: str
+    where: str
+    seconds: float = 300.0
 
     def ask(self, question: Callable[[], _Answer], pause: float) -> _Answer:
-        """Return the answer to a question, which is repeated as long as it fails. Raises RunFailed."""
+        """Return the answer to a question. Raises RunFailed if it fails for too long."""
+        began, noted = time.monotonic(), False
         while True:
-            with self:
+            try:
                 return question()
+            except RunFailed as failure:
+                if time.monotonic() - began > self.seconds:
+                    ways = " or ".join(
+                        f"lockstep launch {self.where} {way} {self.number}" for way in ("follow", "cancel")
+                    )
+                    raise RunFailed(f"{failure}; the job continues; {ways} is the next step") from failure
+                if not noted:
+                    text = f"note: {failure}; the job continues; it is asked again for {self.seconds / 60:g} minutes"
+                    echo(text, file=sys.stderr, flush=True)
+                noted = True
             time.sleep(pause)
 
 
 class OutputTail:
-    """Prints what is added to a job's output files.
-
-    Args:
-        pattern: Of their paths, as of `glob`.
-    """
+    """Prints what is added to a job's output files, whose paths match a pattern of `glob`."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
