@@ -18,7 +18,6 @@ import pytest
 from kit.commands import Running, _environment, _lead
 from kit.worlds import served
 from lockstep.chaos import namespaces
-from lockstep.chaos.namespaces import folder_of
 
 __all__ = ["Network", "folder_of", "needs_hosts", "network"]
 
@@ -37,6 +36,17 @@ class Network(namespaces.Network):
         namespaces._ip(
             f"link add {name} type bridge", f"link set {name} addrgenmode none up", within=f"{self.name}-{host}"
         )
+
+    def slow_to(self, host: int, other: int) -> None:
+        """Limit what a host sends to another to 20 Mbit/s."""
+        for words in (
+            "qdisc add dev eth0 root handle 1: htb default 1",
+            "class add dev eth0 parent 1: classid 1:1 htb rate 10gbit",
+            "class add dev eth0 parent 1: classid 1:2 htb rate 10gbit",
+            f"qdisc add dev eth0 parent 1:2 {namespaces.SLOW}",
+            f"filter add dev eth0 parent 1: protocol ip u32 match ip dst {self.address(other)}/32 flowid 1:2",
+        ):
+            self.control(host, words)
 
     def listener(self, host: int) -> socket.socket:
         """A socket that listens on a host, in this process."""
@@ -73,9 +83,23 @@ class Network(namespaces.Network):
             command = partial(_lead, ["lockstep", *map(str, words)], *where)
         if silence is not None:
             command = partial(_with_silence, silence, command)
-        process = served().Process(target=partial(self.run, host, command, hides))
+        if hides is not None:
+            command = partial(_with_hidden, hides, folder_of(host, hides), command)
+        process = served().Process(target=partial(self.run, host, command))
         process.start()
         return Running(process, output)
+
+
+def folder_of(host: int, folder: Path) -> Path:
+    """The folder that a host has instead of this one, if it is started so."""
+    return folder.with_name(f"{folder.name}-of-host-{host}")
+
+
+def _with_hidden(folder: Path, own: Path, command: Callable[[], None]) -> None:
+    for each in (folder, own):
+        each.mkdir(exist_ok=True)
+    namespaces.bind(own, str(folder))
+    command()
 
 
 def _with_silence(seconds: float, command: Callable[[], None]) -> None:

@@ -204,7 +204,7 @@ def _missing_host(folder: Path) -> Answer:
 
 
 def _slow_link(folder: Path) -> Answer:
-    return on_hosts(folder, 3, lambda net: net.slow(1, 2))
+    return on_hosts(folder, 3, lambda net: net.slow_to(1, 2))
 
 
 def _slow_host(folder: Path) -> Answer:

@@ -1,15 +1,4 @@
-"""Draws the faults of a round: kind, rank, update and phase, where the kind can show what it costs.
-
-kill, exit, raise, ...          any update but the first, any phase
-sample                          samples of any update but the first
-nan                             the first forward of any update but the first
-diverge                         after the optimizer's step of any update but the first
-full, readonly, gone, slow      an update that a save follows
-flip                            after the second save
-oom                             a forward or backward: a rank that fails in its optimizer's step leaves an update that
-                                another rank has finished and not recorded
-shrink                          a rank of a host other than node 0, which must stay
-"""
+"""Draws the fault of a round: kind, rank, update and phase, where the kind can show what it costs."""
 
 from __future__ import annotations
 
@@ -25,7 +14,7 @@ from lockstep.resilience.number_faults import DIVERGE, NAN
 _SAVES = 4  # checkpoints of a run
 _AFTER_SAVE = 3  # updates until a small checkpoint exists
 _PHASES_OF_KIND = {NAN: "forward", DIVERGE: "host", SAMPLE: "data"}
-_PHASES_OF_MEMORY = ("forward", "backward")
+_PHASES_OF_MEMORY = ("forward", "backward")  # a step of the optimizer would leave an update that isn't recorded
 
 
 def updates_between_saves(steps: int) -> int:
@@ -45,14 +34,9 @@ def balanced(draws: random.Random, kinds: Sequence[str]) -> Iterator[str]:
 
 
 def draw_fault(draws: random.Random, kind: str, ranks: int, per_host: int, steps: int, plan: Path) -> Fault:
-    """Return the fault of a round.
-
-    Args:
-        per_host: Ranks of each host.
-        plan: The file that they are written to; the run's folder is beside it.
-    """
+    """Return the fault of a round, for the file `plan` beside the run's folder; each host has `per_host` ranks."""
     phases = PHASES if ranks > 1 else [phase for phase in PHASES if phase != "communication"]
-    first = per_host if kind == SHRINK else 0
+    first = per_host if kind == SHRINK else 0  # node 0 stays
     fault = Fault(kind, draws.randrange(first, ranks), draws.randint(2, steps), draws.choice(phases))
     if kind in _PHASES_OF_KIND:
         return replace(fault, phase=_PHASES_OF_KIND[kind])

@@ -1,10 +1,4 @@
-"""Trains on several hosts of this machine, and disturbs the network between them.
-
-a rank is in its phase, and waits      --> its host's link is cut, loses what it sends, or is slow
-8 s later                              --> the link is mended; a slow one stays slow
-a host's launcher is killed (host)     --> 1 s later the same command is started there again
-the same (shrink)                      --> the others continue without it
-"""
+"""Trains on several hosts of this machine, kills a host's launcher or disturbs the network between them."""
 
 from __future__ import annotations
 
@@ -29,30 +23,16 @@ _BROKEN_S = 8.0  # longer than the silence after which a host counts as lost
 _AWAY_S = 1.0
 
 Act = Callable[[Network, int], None]
-
-
-def _leave(network: Network, host: int) -> None:
-    """Leave it as it is."""
-
-
-_NETWORK_ACTS: Mapping[str, tuple[Act, Act]] = {
+_NETWORK_ACTS: Mapping[str, tuple[Act, Act | None]] = {
     "partition": (Network.cut, Network.join),
-    "one-way": (
-        lambda network, host: network.lose(host, _other(host)),
-        lambda network, host: network.find(host, _other(host)),
-    ),
-    "slow-link": (Network.slow, _leave),
+    "one-way": (Network.lose, Network.find),
+    "slow-link": (Network.slow, None),
 }
 """Kind of fault -> what begins it on a host, and what ends it."""
 
 
 def train_on_several(job: Job, world: Cluster, fault: Fault, plan: Path, launchers: Launchers) -> int:
-    """Train on the hosts of a world while a fault happens; return the exit code.
-
-    Args:
-        job: Its config has no hosts.
-        plan: The plan of faults; outputs of the hosts go beside it.
-    """
+    """Train on the hosts of a world while a fault happens; return the exit code. Outputs go beside the plan."""
     token = secrets.token_hex()
     with joined(Network(new_name(), world.hosts, plan.parent)) as network, launchers:
 
@@ -84,11 +64,7 @@ def output_of(folder: Path, host: int = 0) -> Path:
 
 @dataclass
 class _Disturbed:
-    """A host to which something happens, from outside.
-
-    Attributes:
-        next_at: When something is to happen to it; None: nothing is.
-    """
+    """A host to which something happens from outside, at `next_at`."""
 
     network: Network
     fault: Fault
@@ -112,9 +88,10 @@ class _Disturbed:
         if self.next_at is None or time.monotonic() < self.next_at:
             return False
         self.next_at = None
-        if acts is not None:
-            acts[1](self.network, self.host)
-        if acts is None or acts[1] is not _leave:
+        mend = None if acts is None else acts[1]
+        if mend is not None:
+            mend(self.network, self.host)
+        if mend is not None or acts is None:
             note(self.plan, "mended", host=self.host)
         return acts is None
 
@@ -125,7 +102,3 @@ def _train(job: Job, world: Cluster, host: int, address: str) -> int:
     section = job.config.launch.model_copy(update=place)
     job = replace(job, config=job.config.model_copy(update={"launch": section}))
     return train_on_hosts(job, world.ranks)[1].show()
-
-
-def _other(host: int) -> int:
-    return 1 if host == 0 else 0

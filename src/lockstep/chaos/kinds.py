@@ -1,12 +1,4 @@
-"""Selects the kinds of faults that apply to a recipe on its ranks and hosts, and the settings that they need.
-
-collective, diverge    several ranks; for `diverge` copies of the state, and recovery.compare_every: 1; for a
-                       `collective` on several hosts a launch.timeout that ends it
-flip                   updates enough for two checkpoints
-nan                    recovery.bad_numbers.nonfinite: rollback
-host, partition, ...   hosts that are joined by a network of this machine
-shrink                 MIN:MAX hosts; the faults that let hosts come back change the world twice, and don't apply there
-"""
+"""Selects the kinds of faults that apply to a recipe on its ranks and hosts, and the settings that they need."""
 
 from __future__ import annotations
 
@@ -33,13 +25,7 @@ _STATE_BYTES = 4  # of an element: the state is fp32
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The hosts and ranks on which rounds train.
-
-    Attributes:
-        hosts: Number of hosts, at the start.
-        least: Number of hosts with which the run continues.
-        ranks: Ranks of each host.
-    """
+    """Numbers of hosts at the start, of hosts with which the run continues, and of ranks of each host."""
 
     hosts: int
     least: int
@@ -51,11 +37,7 @@ class Cluster:
 
 
 def applicable(config: Config, chosen: Collection[str], world: Cluster, steps: int) -> tuple[str, ...]:
-    """Return the chosen kinds; if none are chosen, all that apply.
-
-    Raises:
-        ConfigError: A chosen kind doesn't apply.
-    """
+    """Return the chosen kinds; if none are chosen, all that apply. Raises ConfigError if a chosen one doesn't."""
     reasons = dict(_reasons(config, world, steps))
     for kind in chosen:
         if kind in reasons:
@@ -82,8 +64,10 @@ def _reasons(config: Config, world: Cluster, steps: int) -> Iterator[tuple[str, 
     if world.size == 1:
         yield "collective", "is a collective that other ranks don't call; start 2 ranks at least"
     if not _has_copies(config, world.size):
-        why = "2 ranks at least" if world.size == 1 else "2 replicas of the parameters, as ddp has on 2 ranks"
-        yield DIVERGE, f"changes one of several copies of a parameter; start {why}"
+        yield DIVERGE, "changes one of several copies of a parameter, as ddp has on 2 ranks"
+    if config.model.compile:
+        for kind in (OOM, NAN):
+            yield kind, "needs a model that isn't compiled; leave it out, or set model.compile: false"
     if config.batch.micro_size == 1:
         yield OOM, ONE_SAMPLE
     if config.precision.compute == "fp16":

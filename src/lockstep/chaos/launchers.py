@@ -1,20 +1,14 @@
-"""Launchers of runs: processes forked from this one, which has imported torch and isn't a rank; output goes to files.
-
-with Launchers(stop, seconds) as launchers:
-    launchers.start(function, ...)      --> in a process of its own; its result is the exit code
-    launchers.ended()                   --> who has ended since the last call
-    launchers.pause()                   --> raises when a signal has asked to stop, or the time is over
-"""
+"""Launchers of runs: processes forked from this one, which has imported torch. Their output goes to files."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
@@ -42,52 +36,27 @@ class StopRequest:
 
 
 class Launchers:
-    """Processes that each run a launcher; those that are left when the block ends are ended.
-
-    Args:
-        seconds: From now on, within which they end.
-    """
+    """Processes that each run a launcher, for `seconds` from now on; those left when the block ends are ended."""
 
     def __init__(self, stop: StopRequest, seconds: float) -> None:
         self._stop = stop
         self._seconds = seconds
         self._until = time.monotonic() + seconds
-        self._running: set[int] = set()
+        self._running: dict[int, BaseProcess] = {}
 
     def start(self, launch: Callable[[], int], output: Path, environment: Mapping[str, str]) -> int:
         """Call a function in a new process, with its output appended to a file; return the process."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                stop_at_once(trains=True)
-                with output.open("ab") as file:
-                    for stream in (1, 2):
-                        os.dup2(file.fileno(), stream)
-                os.environ.update(environment)
-                code = launch()
-            except Failure as failure:
-                echo(message_of(failure), file=sys.stderr)
-                code = failure.exit_code
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        self._running.add(child)
-        return child
+        process = multiprocessing.get_context("fork").Process(target=_launch, args=(launch, output, environment))
+        process.start()
+        assert process.pid is not None
+        self._running[process.pid] = process
+        return process.pid
 
     def ended(self) -> dict[int, int]:
         """Return the processes that have ended since the last call, with their exit codes."""
-        codes = {}
-        for process in [*self._running]:
-            pid, status = os.waitpid(process, os.WNOHANG)
-            if pid:
-                codes[process] = os.waitstatus_to_exitcode(status)
-                self._running.remove(process)
+        codes = {pid: code for pid, process in self._running.items() if (code := process.exitcode) is not None}
+        for pid in codes:
+            del self._running[pid]
         return codes
 
     def pause(self) -> None:
@@ -102,15 +71,22 @@ class Launchers:
 
     def __exit__(self, *exception: object) -> None:
         until = time.monotonic() + _END_WITHIN_S
-        self._send(signal.SIGTERM)
-        while self._running and time.monotonic() < until:
-            self.ended()
-            time.sleep(_PAUSE_S)
-        self._send(signal.SIGKILL)  # ranks end with their launcher
-        for process in self._running:
-            os.waitpid(process, 0)
+        for process in self._running.values():
+            process.terminate()
+        for process in self._running.values():
+            process.join(max(0.0, until - time.monotonic()))
+            process.kill()  # ranks end with their launcher
+            process.join()
 
-    def _send(self, number: signal.Signals) -> None:
-        for process in self._running:
-            with suppress(ProcessLookupError):
-                os.kill(process, number)
+
+def _launch(launch: Callable[[], int], output: Path, environment: Mapping[str, str]) -> None:
+    stop_at_once(trains=True)
+    with output.open("ab") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ.update(environment)
+    try:
+        sys.exit(launch())
+    except Failure as failure:
+        echo(message_of(failure), file=sys.stderr)
+        sys.exit(failure.exit_code)

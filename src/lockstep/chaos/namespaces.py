@@ -1,8 +1,4 @@
-"""Hosts on this machine: network namespaces, joined by a bridge in one more. A host resolves its own name to 127.0.1.1.
-
-10.77.0.1 host-0 --.
-10.77.0.2 host-1 --+-- bridge          network.cut(1) sets host-1's link down
-10.77.0.3 host-2 --'
+"""Hosts on this machine: network namespaces, joined by a bridge in one more.
 
 A host has its own network, hostname and /etc/hosts; files, memory and processes are the machine's.
 """
@@ -25,7 +21,7 @@ from lockstep.core.errors import ConfigError, RunFailed
 _NEWNS, _NEWUTS, _NEWNET = 0x00020000, 0x04000000, 0x40000000
 _BIND, _PRIVATE, _RECURSIVE = 4096, 1 << 18, 16384
 _NOWHERE = "02:00:00:00:00:01"  # no interface has this address
-_SLOW = ("tbf", "rate", "20mbit", "burst", "32kbit", "latency", "400ms")
+SLOW = "tbf rate 20mbit burst 32kbit latency 400ms"
 _numbers = itertools.count()
 
 NetworkT = TypeVar("NetworkT", bound="Network")
@@ -36,7 +32,7 @@ def _hostname(host: int) -> str:
 
 
 def _known(address: str, host: int, other: int) -> str:
-    return f"{address if other != host else '127.0.1.1'} {_hostname(other)}"
+    return f"{address if other != host else '127.0.1.1'} {_hostname(other)}"  # as Debian does
 
 
 @dataclass
@@ -47,8 +43,8 @@ class Network:
         name: Of the bridge's namespace; those of hosts are NAME-0, NAME-1, ...
         folder: For the hosts' files.
         prefix: Of addresses, 10.77.0. or one of IPv6.
-        hostname: Host -> how it calls itself.
-        known: Address of the other, host, other -> the line of /etc/hosts by which the host knows the other, or itself.
+        hostname: How a host calls itself.
+        known: Returns the line of /etc/hosts by which a host knows another, or itself.
     """
 
     name: str
@@ -69,42 +65,26 @@ class Network:
         """Set a host's link up."""
         _ip(f"link set port{host} up", within=self.name)
 
-    def lose(self, host: int, other: int) -> None:
-        """Lose all that a host sends to another, from which it still receives."""
-        neighbor = f"neigh replace {self.address(other)} lladdr {_NOWHERE} dev eth0 nud permanent"
+    def lose(self, host: int) -> None:
+        """Lose all that a host sends to host 0, or host 0 to host 1; it still receives."""
+        neighbor = f"neigh replace {self.address(int(host == 0))} lladdr {_NOWHERE} dev eth0 nud permanent"
         _ip(neighbor, within=f"{self.name}-{host}")
 
-    def find(self, host: int, other: int) -> None:
-        """Let what a host sends to another arrive again."""
-        _ip(f"neigh del {self.address(other)} dev eth0", within=f"{self.name}-{host}")
+    def find(self, host: int) -> None:
+        """Let what `lose` loses arrive again."""
+        _ip(f"neigh del {self.address(int(host == 0))} dev eth0", within=f"{self.name}-{host}")
 
-    def slow(self, host: int, *others: int) -> None:
-        """Limit what a host sends, to all or to some others, to 20 Mbit/s."""
-        if not others:
-            return self._limit(host, "qdisc add dev eth0 root")
-        for words in (
-            "qdisc add dev eth0 root handle 1: htb default 1",
-            "class add dev eth0 parent 1: classid 1:1 htb rate 10gbit",
-            "class add dev eth0 parent 1: classid 1:2 htb rate 10gbit",
-        ):
-            self._control(host, words)
-        self._limit(host, "qdisc add dev eth0 parent 1:2")
-        for other in others:
-            match = f"match ip dst {self.address(other)}/32 flowid 1:2"
-            self._control(host, f"filter add dev eth0 parent 1: protocol ip u32 {match}")
-        return None
+    def slow(self, host: int) -> None:
+        """Limit what a host sends to 20 Mbit/s."""
+        self.control(host, f"qdisc add dev eth0 root {SLOW}")
 
     def enter(self, host: int) -> None:
         """Let the calling thread use a host's network from now on."""
         with open(f"/run/netns/{self.name}-{host}") as namespace:
             _checked(_libc().setns(namespace.fileno(), _NEWNET))
 
-    def run(self, host: int, function: Callable[[], Any], hides: Path | None = None) -> Any:
-        """Run a function in this process, which is on the host from now on.
-
-        Args:
-            hides: A folder that is another one there, `folder_of(host, hides)`.
-        """
+    def run(self, host: int, function: Callable[[], Any]) -> Any:
+        """Run a function in this process, which is on the host from now on."""
         libc = _libc()
         self.enter(host)
         _checked(libc.unshare(_NEWUTS | _NEWNS))
@@ -114,45 +94,30 @@ class Network:
         known = (self.known(self.address(other), host, other) for other in range(self.hosts))
         hosts = self.folder / f"hosts-{host}"
         hosts.write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
-        _bind(hosts, "/etc/hosts")
+        bind(hosts, "/etc/hosts")
         sysfs = self.folder / f"sys-{host}"
         sysfs.mkdir(exist_ok=True)
         _checked(libc.mount(b"sysfs", bytes(sysfs), b"sysfs", 0, None))
         for part in ("class/net", "devices/virtual/net"):  # of this host; the machine's control groups stay
-            _bind(sysfs / part, f"/sys/{part}")
-        if hides is not None:
-            own = folder_of(host, hides)
-            for folder in (hides, own):
-                folder.mkdir(exist_ok=True)
-            _bind(own, str(hides))
+            bind(sysfs / part, f"/sys/{part}")
         return function()
 
-    def _limit(self, host: int, where: str) -> None:
-        self._control(host, f"{where} {' '.join(_SLOW)}")
-
-    def _control(self, host: int, words: str) -> None:
+    def control(self, host: int, words: str) -> None:
+        """Call `tc`, which shapes the traffic, on a host."""
         _run(["ip", "netns", "exec", f"{self.name}-{host}", "tc", *words.split()])
-
-
-def folder_of(host: int, folder: Path) -> Path:
-    """Return the folder that a host has instead of this one, if it is started so."""
-    return folder.with_name(f"{folder.name}-of-host-{host}")
 
 
 def refuse_without_namespaces() -> None:
     """Raise ConfigError if this machine can't have hosts in namespaces."""
-    missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
-    reason = f"install iproute2, which has {' and '.join(missing)}" if missing else None
-    if os.geteuid() != 0:
-        reason = "start the command as root, as in sudo or a container with --privileged"
-    if reason is None:
-        name = f"lockstep-{os.getpid()}-probe"
-        made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    name, why = f"lockstep-{os.getpid()}-probe", ""
+    if not all(map(shutil.which, ("ip", "tc"))):
+        why = "install iproute2, which has ip and tc"
+    elif subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+        why = "start the command as root, as in sudo or a container with --privileged"
+    else:
         subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-        if made.returncode:
-            reason = f"{made.stderr.strip()}; start the command as root, in a container with --privileged"
-    if reason is not None:
-        raise ConfigError(f"--nodes makes hosts from network namespaces of this machine: {reason}; or leave it out")
+    if why:
+        raise ConfigError(f"--nodes makes hosts from network namespaces of this machine: {why}; or leave it out")
 
 
 @contextlib.contextmanager
@@ -189,7 +154,8 @@ def _checked(code: int) -> None:
         raise OSError(ctypes.get_errno(), f"a network namespace can't be used: {os.strerror(ctypes.get_errno())}")
 
 
-def _bind(source: Path, place: str) -> None:
+def bind(source: Path, place: str) -> None:
+    """Let this process, and those that it starts, see a file or folder at another place."""
     _checked(_libc().mount(bytes(source), place.encode(), None, _BIND, None))
 
 

@@ -1,12 +1,8 @@
-"""Rounds that end on other sums than the undisturbed run: smaller micro-batches, fewer ranks, or fewer samples.
+"""The runs with which rounds are compared that end with smaller micro-batches, fewer ranks, or fewer samples.
 
-    undisturbed     1 2 3 4 5 6 7 8 ...       2 ranks, micro-batches of 8
-    round           1 2 3 4 5 ! 6 7 8 ...     in update 6 memory runs out, a host is lost, or a loss is NaN and the run
-                                              goes back to before update 6; from then on otherwise
-    reference               5 > 6 7 8 ...     resumed from an undisturbed run's state, likewise
-
-Other sums are rounded otherwise, so no run of the first kind is bitwise equal. The reference is; and the losses'
-distance from the undisturbed run shows that it is the same run.
+undisturbed     1 2 3 4 5 6 7 8 ...       2 ranks, micro-batches of 8
+round           1 2 3 4 5 ! 6 7 8 ...     in update 6 memory runs out, or a host is lost
+reference               5 > 6 7 8 ...     resumed from an undisturbed run's state, likewise: bitwise equal
 """
 
 from __future__ import annotations
@@ -36,11 +32,7 @@ _EVERY_STATE = "every-state"
 
 
 def in_memory(fault: Fault, undisturbed: Path) -> Fault:
-    """Return a fault of kind `oom`, after which half of what is held fits. Raises RunFailed if none can be.
-
-    Args:
-        undisturbed: A run without faults.
-    """
+    """Return a fault of kind `oom`, after which half of the micro-batch fits. Raises RunFailed if it has one sample."""
     if not can_be_halved(undisturbed):
         raise RunFailed(f"--faults {OOM} {ONE_SAMPLE}")
     return replace(fault, above=half(_last(undisturbed, "micro_size")))
@@ -59,17 +51,14 @@ def needs_one(kind: str, run: Path, undisturbed: Path) -> bool:
 
 
 def reference(kind: str, job: Job, run: Path, size: int, train: Callable[[Job, int], int]) -> Path:
-    """Train the run with which a round is compared; return its folder.
+    """Train the run with which a round is compared; return its folder. Raises RunFailed.
 
     Args:
-        kind: Of its fault, which needs one.
+        kind: Of the round's fault.
         job: The round's, in the reference's folder.
         run: The round's folder.
         size: Ranks of the undisturbed run.
         train: Trains on a number of ranks of this host, and returns the exit code.
-
-    Raises:
-        RunFailed: It failed.
     """
     folder = Path(job.config.run.folder or "")
     *_, last = read_attempts(run)
@@ -116,7 +105,5 @@ def _changed(job: Job, section: str, **values: object) -> Job:
 
 
 def _train(job: Job, ranks: int, train: Callable[[Job, int], int]) -> None:
-    code = train(job, ranks)
-    if code:
-        text = f"the run in {job.config.run.folder}, with which others are compared, ended with exit code {code}"
-        raise RunFailed(text)
+    if code := train(job, ranks):
+        raise RunFailed(f"the reference run in {job.config.run.folder} ended with exit code {code}")

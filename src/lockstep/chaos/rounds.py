@@ -1,11 +1,4 @@
-"""Runs a recipe undisturbed, then again and again with a fault in each run, and compares how they end.
-
-    undisturbed/          --> last checkpoint, losses
-    round-1/, round-2/    --> a fault (rank, update, phase) --> fired? recovered? --> bitwise identical?
-                              memory ran out, or a host stays lost?               --> see `references`
-
-A round's folder has the run, what was printed, and the plan of its faults; that of a round that passed is deleted.
-"""
+"""Runs a recipe undisturbed, then again and again with a fault in each run, and compares how they end."""
 
 from __future__ import annotations
 
@@ -15,7 +8,7 @@ import random
 import shutil
 import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +21,6 @@ from lockstep.chaos.drawing import balanced, draw_fault, updates_between_saves
 from lockstep.chaos.hosts import output_of, train_on_several
 from lockstep.chaos.kinds import Cluster, applicable, prepared
 from lockstep.chaos.launchers import Launchers, StopRequest
-from lockstep.chaos.references import distance
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.config.every import Every
@@ -67,14 +59,7 @@ _LAST_LINES = 5  # of a failed run's output, in a message
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of `lockstep chaos`.
-
-    Attributes:
-        kinds: Of faults; empty: all that apply.
-        steps: Updates of a run.
-        folder: For the runs and their output; exists.
-        keep: Whether the folders of rounds that passed are kept.
-    """
+    """The settings of `lockstep chaos`; no `kinds`: all that apply. `keep`: the folders of rounds that passed."""
 
     kinds: tuple[str, ...]
     rounds: int
@@ -93,16 +78,11 @@ class ChaosRow:
         fault, rank, step, phase: The fault.
         fired: Whether it has had its effect.
         code: Exit code of the run.
-        recovery_seconds: From the fault to the end of the first update after it, or after what was broken has been
-            mended; None: there was none.
+        recovery_seconds: From the fault to the end of the first update after it, or after it was mended.
         steps_redone: Updates that had been made before the fault, and were made again.
-        equal: Whether the last checkpoint is bitwise identical to that of the undisturbed run, and so are the losses;
-            after `oom` and `shrink`, to that of the run that is resumed likewise; after `nan`, to that of the run
-            that leaves the same samples out.
-        distance: By what part of it a loss differs from the undisturbed run's, at most.
-        updates_unrecorded: Number of updates that metrics.jsonl lacks. That in which the first rank itself fails, and
-            the two before it, don't count: it may not have written them.
-        evaluations_differ: Number of evaluations that events.jsonl lacks, has twice, or has with other metrics.
+        equal: Whether the last checkpoint and the losses are bitwise those of the undisturbed run, or the reference.
+        distance: Largest relative difference of a loss from the undisturbed run's.
+        updates_unrecorded: Number of updates that metrics.jsonl lacks, without the last three before rank 0 fails.
         ledger_complete: Whether the run was trained on every sample of its order once.
         output: The file with what the run printed.
         failure: Why the round couldn't be run or compared; empty: it was.
@@ -119,7 +99,6 @@ class ChaosRow:
     steps_redone: int | None = None
     equal: bool = False
     updates_unrecorded: int = 0
-    evaluations_differ: int = 0
     ledger_complete: bool = False
     distance: float = 0.0
     failure: str = ""
@@ -127,20 +106,11 @@ class ChaosRow:
     @property
     def passed(self) -> bool:
         done = self.fired and not self.code and not self.failure
-        is_recorded = not self.updates_unrecorded and not self.evaluations_differ
-        return done and self.equal and is_recorded and self.ledger_complete
+        return done and self.equal and not self.updates_unrecorded and self.ledger_complete
 
 
 def run_rounds(job: Job, settings: Settings, stop: StopRequest) -> Iterator[ChaosRow]:
-    """Run all rounds; yield a row for each.
-
-    Args:
-        job: What is trained; its folder, length and checkpoints are replaced.
-
-    Raises:
-        RunFailed: The undisturbed run failed.
-        Stopped: A signal has come.
-    """
+    """Run all rounds; yield a row for each. Raises RunFailed if the undisturbed run fails, Stopped after a signal."""
     kinds = applicable(job.config, settings.kinds, settings.world, settings.steps)
     rounds = _Rounds(job, settings, stop)
     import_ahead(imports_ahead(job.config))
@@ -259,25 +229,15 @@ def config_of_round(config: Config, run: Path, steps: int) -> Config:
     watchdog = config.recovery.watchdog.model_copy(update=limits)
     between_saves, evaluated = Every(updates_between_saves(steps), "steps"), config.evaluation.every
     is_by_clock = evaluated is not None and evaluated.unit == "minutes"  # no two runs evaluate after the same updates
+    restarts, kept = max(_RESTARTS, config.recovery.restarts), max(_KEPT, config.checkpoint.keep_last)
+    off = {"trackers": (), "tensorboard": False, "prometheus": None, "early_stopping": None}
     sections: dict[str, dict[str, Any]] = {
         "run": {**dict.fromkeys(LENGTHS), "steps": steps, "folder": str(run)},
-        "recovery": {
-            "restarts": max(_RESTARTS, config.recovery.restarts),
-            "budgets": type(config.recovery.budgets)(),
-            "watchdog": watchdog,
-        },
-        "checkpoint": {
-            "every": between_saves,
-            "keep_last": max(_KEPT, config.checkpoint.keep_last),
-            "folder": None,
-            "storage": None,
-        },
-        "monitor": {
-            "every": 1, "progress": "none", "trackers": (), "tensorboard": False, "prometheus": None,
-            "early_stopping": None,
-        },
+        "recovery": {"restarts": restarts, "budgets": type(config.recovery.budgets)(), "watchdog": watchdog},
+        "checkpoint": {"every": between_saves, "keep_last": kept, "folder": None, "storage": None},
+        "monitor": {"every": 1, "progress": "none", **off},
         "evaluation": {"every": between_saves if is_by_clock else evaluated},
-    }  # fmt: skip
+    }
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     )
@@ -293,7 +253,6 @@ def _row(fault: Fault, plan: Path, code: int, undisturbed: Path, reference: Path
         updated = [event for event in updated if event["step"] >= fault.step]
     again = next((event for event in updated if mended is not None and event["time"] > mended["time"]), None)
     has_fired = equal = ledger_complete = False
-    evaluations_differ = 0
     losses: dict[int, Any] = {}
     expected = usual = _losses(undisturbed)
     with suppress(Failure, OSError, ValueError, KeyError):
@@ -302,24 +261,13 @@ def _row(fault: Fault, plan: Path, code: int, undisturbed: Path, reference: Path
         expected = {**usual, **_losses(reference)}
         equal = _have_equal_state(run, reference) and all(expected[step] == loss for step, loss in losses.items())
         ledger_complete = _is_complete(run)
-        exact = reference == undisturbed or fault.kind == NAN
-        evaluations_differ = differing(run, undisturbed, reference, exact=exact)
-    return ChaosRow(
-        fault.kind,
-        fault.rank,
-        fault.step,
-        fault.phase,
-        str(output_of(plan.parent)),
-        has_fired,
-        code,
-        again["time"] - fired["time"] if again is not None and fired is not None else None,
-        max(0, fault.step - again["step"]) if again is not None else None,
-        equal,
-        len(expected.keys() - losses.keys() - {*(range(fault.step - 2, fault.step + 1) if fault.rank == 0 else ())}),
-        evaluations_differ,
-        ledger_complete,
-        references.distance(losses, usual),
-    )
+    unwritten = range(fault.step - 2, fault.step + 1) if fault.rank == 0 else ()
+    unrecorded = len(expected.keys() - losses.keys() - {*unwritten})
+    seconds = again["time"] - fired["time"] if again is not None and fired is not None else None
+    redone = max(0, fault.step - again["step"]) if again is not None else None
+    what = (fault.kind, fault.rank, fault.step, fault.phase, str(output_of(plan.parent)))
+    distance = references.distance(losses, usual)
+    return ChaosRow(*what, has_fired, code, seconds, redone, equal, unrecorded, ledger_complete, distance)
 
 
 def _have_equal_state(run: Path, undisturbed: Path) -> bool:
@@ -327,9 +275,7 @@ def _have_equal_state(run: Path, undisturbed: Path) -> bool:
     first, second = (OpenCheckpoint(place.storage, choose(place, None)) for place in places)
     compared = compare(first, second)
     config = {key: values for key, values in compared.config.items() if key not in _MAY_DIFFER}
-    state = {
-        key: values for key, values in compared.state.items() if not key.startswith("data.")
-    }  # one leaves some out
+    state = {key: values for key, values in compared.state.items() if not key.startswith("data.")}  # left-out samples
     return replace(compared, config=config, state=state).equal
 
 
@@ -348,67 +294,11 @@ def _is_complete(run: Path) -> bool:
         return False
 
 
-# --- effects ----------------------------------------------------------------------------------------------------------
-
-
-_BROKEN = "checkpoints/broken-step-*"
-
-
 def has_effect(kind: str, run: Path) -> bool:
-    """Return whether the run in a folder shows the effect of a fault that has fired.
-
-    Raises:
-        OSError, ValueError, Failure: The run has not left what would show it.
-    """
+    """Return whether the run in a folder shows the effect of a fault that has fired. Raises OSError, ValueError."""
     if kind in (STOP, SAMPLE, *DISK_KINDS, *NETWORK_KINDS):
         return True
     if kind == NAN:
         lines = (run / EVENTS).read_text(encoding="utf-8").splitlines()
         return any(json.loads(line).get("bad_numbers") == "rolled back" for line in lines)
-    if kind == FLIP and not any(run.glob(_BROKEN)):
-        return False
-    return len(read_attempts(run)) > 1
-
-
-_TOLERANCE = 1e-2  # of a metric, relatively; the formats of 16 bits need as much
-_OTHER = ("evaluation", "step", "samples", "seconds")
-
-
-def differing(run: Path, undisturbed: Path, reference: Path, *, exact: bool) -> int:
-    """Return the number of evaluations that a run lacks, has twice, or has with other metrics.
-
-    Args:
-        reference: The run with which the round is compared from where that one resumed; else the undisturbed one.
-        exact: Whether metrics must be bitwise equal.
-
-    Raises:
-        OSError, ValueError, KeyError: One of the files can't be read.
-    """
-    expected, recorded = {**_evaluations(undisturbed), **_evaluations(reference)}, _evaluations(run)
-    return sum(
-        not _are_equal(recorded.get(key, ()), expected.get(key, ()), exact=exact)
-        for key in expected.keys() | recorded.keys()
-    )
-
-
-def _evaluations(run: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """Return the metrics by evaluation set and step, once for each time that they were recorded."""
-    evaluations: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    file = run / EVENTS
-    for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-        event = json.loads(text)
-        if "evaluation" in event:
-            metrics = {name: value for name, value in event.items() if name not in _OTHER}
-            evaluations.setdefault((event["evaluation"], event["step"]), []).append(metrics)
-    return evaluations
-
-
-def _are_equal(recorded: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]], *, exact: bool) -> bool:
-    if exact or len(recorded) != len(expected):
-        return list(recorded) == list(expected)
-    return all(_are_near(*pair) for pair in zip(recorded, expected, strict=True))
-
-
-def _are_near(metrics: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
-    defined, also = ({name for name, value in each.items() if value is not None} for each in (metrics, expected))
-    return metrics.keys() == expected.keys() and defined == also and distance(metrics, expected) <= _TOLERANCE
+    return len(read_attempts(run)) > 1 and (kind != FLIP or any(run.glob("checkpoints/broken-step-*")))

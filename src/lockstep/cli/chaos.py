@@ -153,8 +153,6 @@ def _result(row: ChaosRow) -> str:
         return "ended with another state or other losses"
     if row.updates_unrecorded:
         return f"equal, but metrics.jsonl lacks {row.updates_unrecorded} updates"
-    if row.evaluations_differ:
-        return f"equal, but events.jsonl lacks {row.evaluations_differ} evaluations, or has others"
     if not row.ledger_complete:
         return "missed or repeated samples"
     return f"equal; losses within {row.distance:.0e} of the undisturbed" if row.distance else "equal"

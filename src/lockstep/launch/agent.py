@@ -386,9 +386,10 @@ class Hosts:
                 if message["ended"]:
                     self._ended.add(message["rank"])
             case "stop" if self.requests is not None:
-                self.requests.stop_elsewhere(message["count"], signal.Signals(message["signal"]))
+                self.requests.other_stops = max(self.requests.other_stops, message["count"])
+                self.requests.last_stop = self.requests.last_stop or signal.Signals(message["signal"])
             case "save" if self.requests is not None:
-                self.requests.save_elsewhere()
+                self.requests.other_saves += 1
             case "gone":  # it reports why, instead of starting its ranks
                 self._note_gone(message["node"], FailureKind[message["kind"]], message["text"])
             case "lost":

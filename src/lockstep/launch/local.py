@@ -1,24 +1,12 @@
 """Starts the ranks of this machine, and waits until the last has ended, on all hosts.
 
-    command --> imports torch, once --> forks rank 0, 1, ... --> entry() in each --> the run's exit code
-                about 0.95 s            milliseconds             0 done, 1 failed, 2 config, 130 stopped
+Ranks are forked from this process, which has imported torch. They are fresh interpreters where forking isn't safe, or
+`launch.environment` sets a variable that a process reads as it starts (LD_PRELOAD). A single rank that isn't to be
+started again runs in this process.
 
-A rank forked from a process that has imported torch (and other modules that all ranks need), and has not used it, need
-not import it again. Where forking isn't safe (threads are running, an accelerator is in use, no Linux), or
-`launch.environment` sets a variable that a process reads as it starts (LD_PRELOAD), ranks start as fresh interpreters.
-A single rank that isn't to be started again needs no process: it runs in this one, with the same environment, log and
-exit codes.
-
-Why not torch's own `torch.distributed.elastic.multiprocessing.start_processes`? It is as fast when it forks, and
-`elastic_launch` nearly so. But when one of two ranks in an all-reduce was killed by SIGKILL, it reported the other's
-broken connection as the failure every time; a rank that ended by KeyboardInterrupt counted as done, and the run waited
-forever; and its tee takes rank 0's terminal away. Exit codes and first causes are what users see of a launcher, so
-Lockstep has its own (`worker_group`, `ends`).
-
-Ranks of several hosts are started by a launcher on each (`agent`), which knows how the others' ranks end.
-
-Ranks of one machine use loopback. The launcher itself binds the store's port and passes the listening socket to rank 0
-(see `core.ranks`): no other launch can take the port in between, and no other machine can reach the store.
+Why not torch's `start_processes` or `elastic_launch`? When one of two ranks in an all-reduce was killed, they reported
+the other's broken connection as the failure; a rank that ended by KeyboardInterrupt counted as done, and the run waited
+forever; and the tee takes rank 0's terminal away.
 """
 
 from __future__ import annotations
@@ -87,27 +75,19 @@ def launch(
     supervisor: Rounds | None = None,
     watchdog: Watchdog | None = None,
 ) -> LaunchResult:
-    """Run `entry` on `ranks` ranks of this machine; `.show()` prints why it failed and returns the run's exit code.
+    """Run `entry`, which returns an exit code, on `ranks` ranks of this machine.
 
-    Each rank gets its own `RankEnvironment.read(os.environ)`. The first rank to fail is named with its traceback, or
-    with its message if it raised a `Failure`, whose exit code is then the run's; the others are ended.
+    The first rank to fail is named with its traceback, or the message of its `Failure`; the others are ended. Raises
+    ConfigError if the ranks can't be started.
 
     Args:
-        entry: Returns the rank's exit code. Must be importable by name if ranks can't be forked.
-        ranks: Number of ranks on this machine.
-        launch: `port`, `environment`, and `timeout`: seconds that an orderly stop may take, as long as a collective.
-        logs: Folder for rank-N.log. Rank 0 also prints to the terminal, the others only to their files. None: all ranks
-            print to the terminal.
+        logs: Folder for rank-N.log. Rank 0 also prints to the terminal. None: all ranks print to the terminal.
         own_process: Whether a single rank also gets a process, so that this one can still fork others.
         preload: Modules that every rank imports; importing them must start no threads and use no GPU.
-        remedy: Returns sentences that state what to change if a rank is killed because memory ran out.
-        hosts: The other hosts of the run, which have met; each starts its own ranks, and all return the same result.
-        supervisor: Decides after a failure whether the ranks start again. A single rank that can't be forked runs in
-            this process, and isn't started again.
+        remedy: Returns what to change if a rank is killed because memory ran out.
+        hosts: The other hosts of the run, which have met.
+        supervisor: Decides after a failure whether the ranks start again.
         watchdog: When a rank that hangs is named and killed; None: never.
-
-    Raises:
-        ConfigError: The ranks can't be started as configured; none has been started.
     """
     refuse_unsettable(launch.environment)
     if note := check_ranks(ranks, launch):
@@ -216,10 +196,8 @@ def _run_ranks(
     begun = Round.begin(job)
     try:
         ends = watch(begun.members, requests, timeout, hosts, begun.hangs)
-        ends = [
-            with_cause(end, why_sigkill) if job.first <= rank < job.first + job.ranks else end
-            for rank, end in enumerate(ends)
-        ]
+        for rank in range(job.first, job.first + job.ranks):
+            ends[rank] = with_cause(ends[rank], why_sigkill)
     finally:
         begun.close()
     if logs is not None:
@@ -227,10 +205,8 @@ def _run_ranks(
             ends[rank] = with_last_words(ends[rank], streams.log_path(logs, rank), began)
     if not job.forks and any(end.status == _UNGUARDED for end in ends):
         raise ConfigError(_GUARD)
-    if hosts is None:
-        result = result_of(ends, timeout)
-    elif hosts.leads:
-        result = result_of(ends, timeout, hosts.names())
+    if hosts is None or hosts.leads:
+        result = result_of(ends, timeout, hosts.names() if hosts is not None else ())
     else:
         result = hosts.wait_for_result(requests)
     result = _unless_stopped(job, result, ends, requests, rounds)
@@ -256,10 +232,9 @@ def result_of(ends: list[End], timeout: float, hosts: Sequence[str] = ()) -> Lau
 def _unless_stopped(
     job: Ranks, result: LaunchResult, ends: Sequence[End], requests: SignalRequests, rounds: Rounds | None
 ) -> LaunchResult:
-    """Return the result of a round, or that of a stop if one was requested; of several hosts, the leader knows.
+    """Return the result of a round, or of a stop if one was requested; of several hosts, the leader knows.
 
-    A failure after which ranks may start again is stated, and leaves the stop what it is: the next start of the run
-    resumes. Any other is the result.
+    A failure after which ranks may start again leaves the stop what it is: the next start of the run resumes.
     """
     cause, stop = first_cause(ends), requests.last_stop
     if cause is None or stop is None or result.cut_off:

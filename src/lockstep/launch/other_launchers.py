@@ -1,11 +1,4 @@
-"""Applies or refuses the config's `launch` where another launcher has started the ranks.
-
-launch.ranks, --ranks    auto, or the number that the other launcher has started on this machine
-launch.port              0, or MASTER_PORT
-launch.nodes             1: the other launcher joins hosts
-launch.interface         set for gloo and NCCL during the run
-launch.environment       set during the run; a variable that a process reads as it starts is refused
-"""
+"""Applies or refuses the config's `launch` where another launcher has started the ranks."""
 
 from __future__ import annotations
 
@@ -57,12 +50,7 @@ def launch_environment(launch: Launch) -> Iterator[None]:
         yield
         return
     refuse_unsettable(launch.environment)
-    reason = "is read when a process starts, and Lockstep hasn't started this one; export it before you start the ranks"
-    problems = [Problem("", f"launch.environment.{name}", reason) for name in read_at_start(launch.environment)]
-    ranks = None if launch.ranks == "auto" else _other_number(launch.ranks, "launch.ranks")
-    others = (ranks, _other_port(launch.port), _other_nodes(launch.nodes), *problems)
-    problems = [problem for problem in others if problem is not None]
-    if problems:
+    if problems := [*_contradicted(launch)]:
         raise ConfigError(problems)
     variables = {**interface_variables(launch.interface), **launch.environment}
     with set_environment(variables), set_threads(launch.environment):
@@ -102,34 +90,32 @@ def set_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def refuse_rank_count(ranks: int, key: str = "launch.ranks") -> None:
     """Raise ConfigError if another launcher has started another number of ranks on this machine."""
-    problem = _other_number(ranks, key)
-    if problem is not None:
-        raise ConfigError(problem)
+    if problems := [*_other_number(ranks, key)]:
+        raise ConfigError(problems)
 
 
-def _other_number(ranks: int, key: str) -> Problem | None:
-    if not names_a_rank(os.environ):
-        message = f"{ranks} ranks, and this process is one alone: pass ranks={ranks} to lockstep.train, or write auto"
-        return Problem("", key, message) if ranks != 1 else None
-    here = RankEnvironment.read(os.environ).local_world_size
-    if ranks == here:
-        return None
-    return Problem(
-        "",
-        key,
-        f"{ranks}, but the launcher of this process has started {here} on this machine; write {here} or auto, or start "
-        f"{ranks} there (torchrun --nproc-per-node {ranks})",
-    )
+def _other_number(ranks: int, key: str) -> Iterator[Problem]:
+    is_rank = names_a_rank(os.environ)
+    here = RankEnvironment.read(os.environ).local_world_size if is_rank else 1
+    if ranks != here:
+        remedy = f"start {ranks} there (torchrun --nproc-per-node {ranks})" if is_rank else f"give train ranks={ranks}"
+        yield Problem("", key, f"{ranks} ranks, but {here} started on this machine; write {here} or auto, or {remedy}")
 
 
-def _other_nodes(nodes: int | str) -> Problem | None:
-    if nodes == 1:
-        return None
-    if names_a_rank(os.environ):
-        message = f"{nodes} hosts, but another launcher has started this rank, and joins hosts itself; leave it out"
-    else:
-        message = f"{nodes} hosts, but this process starts no ranks: lockstep train does, or ranks= of lockstep.train"
-    return Problem("", "launch.nodes", message)
+def _contradicted(launch: Launch) -> Iterator[Problem]:
+    for name in read_at_start(launch.environment):
+        why = "is read when a process starts, and Lockstep hasn't started this one; export it before that"
+        yield Problem("", f"launch.environment.{name}", why)
+    if launch.ranks != "auto":
+        yield from _other_number(launch.ranks, "launch.ranks")
+    is_rank = names_a_rank(os.environ)
+    if launch.nodes != 1:
+        why = "another launcher has started this rank, and joins hosts itself" if is_rank else "this starts no ranks"
+        yield Problem("", "launch.nodes", f"{launch.nodes} hosts, but {why}; leave it out")
+    environment = RankEnvironment.read(os.environ) if is_rank else RankEnvironment()
+    if environment.world_size > 1 and launch.port not in (0, environment.master_port):
+        other = f"MASTER_PORT is {environment.master_port}"
+        yield Problem("", "launch.port", f"{launch.port}, but {other}; leave it out, or give it to your launcher")
 
 
 def interface_variables(interface: str | None, address: str = "") -> dict[str, str]:
@@ -142,29 +128,11 @@ def interface_variables(interface: str | None, address: str = "") -> dict[str, s
     Raises:
         ConfigError: There is no such interface, or it has no address.
     """
-    names = interface_names()
-    if interface is not None and interface not in names:
-        why = f"this host has no interface {interface}; it has {', '.join(names)}"
-        raise ConfigError(Problem("", "launch.interface", why))
-    if interface is not None and not has_address(interface):
-        others = ", ".join(name for name in names if has_address(name))
-        why = f"interface {interface} of this host is down, or has no address but a link-local one; others: {others}"
+    if interface is not None and (interface not in interface_names() or not has_address(interface)):
+        others = ", ".join(name for name in interface_names() if has_address(name))
+        why = f"this host has no interface {interface} with an address; it has {others}"
         raise ConfigError(Problem("", "launch.interface", why))
     name = interface or (interface_of(address) if address else None)
     if name is None:
         return {}
     return {variable: name for variable in (GLOO_INTERFACE, NCCL_INTERFACE) if variable not in os.environ}
-
-
-def _other_port(port: int) -> Problem | None:
-    if port == 0 or not names_a_rank(os.environ):
-        return None
-    environment = RankEnvironment.read(os.environ)
-    if environment.world_size == 1 or port == environment.master_port:
-        return None
-    return Problem(
-        "",
-        "launch.port",
-        f"{port}, but the launcher of this process has its ranks meet on MASTER_PORT {environment.master_port}; leave "
-        f"it out, or give the port to that launcher (torchrun --master-port {port})",
-    )

@@ -1,16 +1,8 @@
 """Runs a rank, from the first instruction of its process to its exit code.
 
-    parent -----> signals ------> streams ----> threads ----> entry() ----> End, to the launcher ----> exit code
-    dies with     SIGTERM stops   log, or       its share     returned
-    the launcher  SIGINT ignored  terminal      of the cores  or raised (reported before its collectives are aborted)
-
-Ctrl-C reaches every process of a terminal. Only the launcher handles it, and sends SIGTERM to each rank once; so a rank
-ignores SIGINT, as do its data workers. Code in a rank that handles SIGINT itself must leave it ignored if it finds it
-ignored, which nohup, too, requires of a program.
-
-Until a run handles signals itself, a rank dies of SIGTERM and SIGUSR1 at once: there is nothing to save, and an
-exception could be lost, depending on where it is raised. One is raised only if the launcher ends the rank because
-others have failed, so that a rank that is failing, too, can still report why.
+A rank ignores SIGINT, as do its data workers: on Ctrl-C the launcher sends SIGTERM to each rank once. Until a run
+handles signals itself, a rank dies of SIGTERM and SIGUSR1 at once. An exception is raised only if the launcher ends
+the rank because others have failed, so that a rank that is failing, too, can still report why.
 """
 
 from __future__ import annotations
@@ -60,11 +52,9 @@ class RankTask:
 
     Attributes:
         launcher: The launcher's process id.
-        forked: Whether the rank is forked from the launcher; otherwise it runs in a fresh interpreter.
         log: The file for its output; None for the terminal only.
         listener: The socket on which the store will listen, for rank 0.
         stdin: A descriptor of the launcher's standard input, which a rank that is alone keeps, for a debugger.
-        heartbeat: What the launcher watches of the rank; None: it doesn't.
     """
 
     rank: int

@@ -3,8 +3,7 @@
     rank 0    sys.stdout, sys.stderr --> the terminal (isatty still holds) and logs/rank-0.log
     others    file descriptors 1, 2  --> logs/rank-N.log
 
-Rank 0 keeps its terminal: its streams are doubled in Python, so what C++ code prints is shown on the terminal only, and
-so is what is drawn on `sys.__stdout__` (a progress display, which doesn't belong in a log file).
+Output of C++ code in rank 0, and what is drawn on `sys.__stdout__` (a progress display), is on the terminal only.
 """
 
 from __future__ import annotations
@@ -32,12 +31,8 @@ def log_path(logs: Path, rank: int) -> Path:
 class _LogStream:
     """A text stream to a log, without colors, cursor movements and secrets.
 
-    Each thread's output is written line by line: what is printed in parts is searched for secrets as a whole. Output
-    that can't be written is lost; the run continues.
-
-    Args:
-        report: Called once with the reason, when the first line is lost.
-        closes: Whether `close` closes the file descriptor.
+    Each thread's output is written line by line, so that secrets are found that are printed in parts. Output that can't
+    be written is lost: `report` is called once with the reason.
     """
 
     def __init__(self, descriptor: int, report: Callable[[OSError], None], *, closes: bool = False) -> None:

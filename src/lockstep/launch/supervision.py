@@ -5,8 +5,6 @@
     round 3   ranks --> KeyError at step 400                program    --> once more: it may have been the host
     round 4   ranks --> KeyError at step 400                program    --> ends: it is the program, or its data
 
-Ranks are forked from the launcher, which has imported what they need. What a person has requested, and what a start of
-the same run would meet again (a config that can't be trained, a message of Lockstep), ends the run in the first round.
 After memory has run out, the next round has smaller micro-batches.
 """
 
@@ -29,11 +27,11 @@ if TYPE_CHECKING:
 
 BY_KERNEL = (FailureKind.HOST_MEMORY, FailureKind.WORKER_MEMORY)
 """A kill for memory, which another process may have taken: without smaller micro-batches the ranks start again, too."""
+_OF_HOST = "look at the host (`lockstep doctor RUN` reads what is left), then start the run again to resume"
 _ADVICE = {
-    Retry.PROGRAM: "the same failure would come again: mend the program or its data, then start the run again to "
-    "resume",
-    Retry.TRANSIENT: "look at the host (`lockstep doctor RUN` reads what is left), then start the run again to resume",
-    Retry.HANG: "look at the host (`lockstep doctor RUN` reads what is left), then start the run again to resume",
+    Retry.PROGRAM: "the same failure would come again: mend the program or its data, then start the run again",
+    Retry.TRANSIENT: _OF_HOST,
+    Retry.HANG: _OF_HOST,
     Retry.HOST: "look at the host and its network, then start the run again on all hosts to resume",
 }
 """The remedy for a run that has failed too often."""

@@ -7,12 +7,8 @@
                 |                      if one dies of SIGTERM, or hangs: the others can't save without it
                 |- save requested      SIGUSR2
 
-The launcher sleeps until a rank reports, a process ends, a signal arrives or a deadline passes; four times a second it
-looks whether all ranks move (`hang_watch`).
-
-Ranks are forks of the launcher, which has imported what they need. Ranks that are fresh interpreters inherit a file in
-memory with their entry. Multiprocessing's pickler would put tensors into memory that all ranks share: a step of one
-changed the others' weights.
+Ranks are forks of the launcher, or fresh interpreters that inherit a file in memory with their entry: multiprocessing's
+pickler would put tensors into memory that all ranks share.
 """
 
 from __future__ import annotations
@@ -73,21 +69,19 @@ _LOOPBACK = "127.0.0.1"
 
 
 class SignalRequests:
-    """The requests that signals have made to the launcher, or to that of another host.
+    """Numbers of requests by signals to stop, or to save and continue, here and on other hosts.
 
-    `fileno` is readable when this one has new ones.
+    `fileno` is readable when there are new ones here.
 
     Attributes:
-        own_stops: Number of requests to stop the run that were made here.
-        own_saves: Number of requests to save and continue that were made here.
-        passed_saves: Number of requests to save that ranks have received, of this round or one before.
+        passed_saves: Requests to save that ranks have received, of this round or one before.
         last_stop: The last signal that requested a stop.
         patience: Seconds that the ranks have to stop after the first request.
     """
 
     def __init__(self, patience: float = math.inf) -> None:
         self.patience = patience
-        self.own_stops = self.own_saves = self.passed_saves = self._other_stops = self._other_saves = 0
+        self.own_stops = self.own_saves = self.passed_saves = self.other_stops = self.other_saves = 0
         self.last_stop: signal.Signals | None = None
         self._stopped_at = -math.inf
         self._read, self._write = os.pipe()
@@ -96,13 +90,12 @@ class SignalRequests:
 
     @property
     def stops(self) -> int:
-        """Number of requests to stop the run; a scheduler's signal to each host is one."""
-        return max(self.own_stops, self._other_stops)
+        """Number of requests to stop; a scheduler's signal to each host is one."""
+        return max(self.own_stops, self.other_stops)
 
     @property
     def saves(self) -> int:
-        """Number of requests to save and continue."""
-        return self.own_saves + self._other_saves
+        return self.own_saves + self.other_saves
 
     def fileno(self) -> int:
         return self._read
@@ -120,15 +113,6 @@ class SignalRequests:
         """Handle a save signal."""
         self.own_saves += 1
         self._wake()
-
-    def stop_elsewhere(self, count: int, number: signal.Signals) -> None:
-        """Note that another host's launcher has been requested to stop, `count` times by now."""
-        self._other_stops = max(self._other_stops, count)
-        self.last_stop = self.last_stop or number
-
-    def save_elsewhere(self) -> None:
-        """Note that another host's launcher has been requested to save."""
-        self._other_saves += 1
 
     def drain(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -182,8 +166,9 @@ class RankProcess:
             return
         reading = None if self.beat is None else self.beat.reading()
         if self.reported is not None and (self.reported.kind is not FailureKind.DONE or exitcode == 0):
-            exits = self.reported.kind is FailureKind.EXITED
-            self.ended = self.reported = while_reading(self.reported, reading) if exits else self.reported
+            if self.reported.kind is FailureKind.EXITED:
+                self.reported = while_reading(self.reported, reading)
+            self.ended = self.reported
             return
         end = end_of_process(exitcode, time.monotonic(), stopping=self._signaled)
         end = replace(end, evaluates=self.beat is not None and self.beat.is_in(Phase.EVALUATION))
@@ -252,7 +237,7 @@ def watch(
 ) -> list[End]:
     """Wait until all ranks have ended, and end those of this host when they must; return how all ended, by rank."""
     deadlines, stops = _Deadlines(), 0
-    first = 0 if hosts is None else hosts.here.first
+    ranks = dict(enumerate(members, 0 if hosts is None else hosts.here.first))
     ends: dict[int, End] = {}
     while (living := [member for member in members if member.ended is None]) or not _others_have_ended(hosts):
         if living == [members[0]] and members[0].reported is not None and _others_have_ended(hosts):
@@ -268,10 +253,10 @@ def watch(
             member.update()
         if hangs is not None:
             hangs.look(members)
-        ends = {first + place: end for place, member in enumerate(members) if (end := member.ended or member.reported)}
+        ends = {rank: end for rank, member in ranks.items() if (end := member.ended or member.reported)}
         if hosts is not None:
             hosts.update()
-            hosts.publish(ends, {first + place for place, member in enumerate(members) if member.ended}, requests)
+            hosts.publish(ends, {rank for rank, member in ranks.items() if member.ended}, requests)
             ends = {**hosts.ends, **ends}
             if hosts.pause_is_due():
                 _stop(1, living, deadlines, patience)
@@ -294,7 +279,7 @@ def watch(
 
 def _grace(ends: Mapping[int, End]) -> float:
     has_waited = any(end.kind in (FailureKind.TIMED_OUT, FailureKind.LOST) for end in ends.values())
-    return min(_GRACE, _GRACE_SILENT) if has_waited else _GRACE
+    return _GRACE_SILENT if has_waited else _GRACE
 
 
 def _others_have_ended(hosts: Hosts | None) -> bool:
@@ -436,11 +421,9 @@ def _pickle_module(pickler: type[pickle.Pickler], table: MutableMapping[Any, Any
 
 def _unsendable(error: Exception) -> ConfigError:
     return ConfigError(
-        f"what the ranks need can't be sent to them: {str(error)[:_MAX_REASON_LENGTH]}. This process has threads or "
-        "uses an accelerator, or launch.environment has a variable that is read when a process starts, so its ranks "
-        "are fresh interpreters. Install cloudpickle, which sends lambdas and what a notebook's cells define, or "
-        "define functions and classes at the top of a module. Locks, open files and connections can't be sent: open "
-        "them in the ranks, such as in the dataset's first __getitem__"
+        f"what the ranks need can't be sent to them, which are fresh interpreters: {str(error)[:_MAX_REASON_LENGTH]}. "
+        "Install cloudpickle, or define functions and classes at the top of a module. Open files, locks and "
+        "connections in the ranks, such as in the dataset's first __getitem__"
     )
 
 
@@ -470,11 +453,7 @@ class Ranks:
 
 @dataclass
 class Round:
-    """The processes of a round's ranks.
-
-    Attributes:
-        hangs: The watch over them.
-    """
+    """The processes of a round's ranks, and the watch over them."""
 
     job: Ranks
     hangs: HangWatch | None
@@ -506,16 +485,16 @@ class Round:
         """Kill the ranks that are left, and forget them."""
         if self.hangs is not None:
             self.hangs.close()
-        left = [member for member in self.members if member.ended is None]
-        for member in left:
-            member.end(signal.SIGKILL)
+        for member in self.members:
+            if member.ended is None:
+                member.end(signal.SIGKILL)
         for member in self.members:
             member.close()
 
 
 def _start(job: Ranks, listener: socket.socket | None, begun: Round) -> None:
     """Start the ranks and append them to the round, so that the caller can end them if one can't be started."""
-    context = multiprocessing.get_context("fork") if job.forks else multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context("fork" if job.forks else "spawn")
     open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # or each forked rank would print it again
@@ -554,11 +533,10 @@ def _store_listener(job: Ranks) -> Iterator[socket.socket | None]:
     if job.first > 0:
         yield None
         return
-    port = job.section.port
     try:
-        listener = socket.create_server((_LOOPBACK, port), backlog=max(128, 2 * job.size))
+        listener = socket.create_server((_LOOPBACK, job.section.port), backlog=max(128, 2 * job.size))
     except OSError as error:
-        message = f"can't listen on port {port} ({os.strerror(error.errno or 0)}); 0 takes any free port"
+        message = f"can't listen on port {job.section.port} ({error.strerror}); 0 takes any free port"
         raise ConfigError(Problem("", "launch.port", message)) from None
     with listener:
         yield listener

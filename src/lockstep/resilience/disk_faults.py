@@ -27,10 +27,7 @@ _SLOW_S, _SLOW_CALLS = 0.1, 20
 
 
 def newest_of_two(folder: Path) -> Path | None:
-    """Return the largest file of the newest checkpoint in a folder; None if there is none before it.
-
-    Under some strategies a rank has no part of the state to save, and the run that resumes doesn't read its file.
-    """
+    """Return the largest file of the newest checkpoint, as small ones may not be read; None if it is the only one."""
     files = sorted(folder.glob(_PUBLISHED))
     newest = [file for file in files if file.parent == files[-1].parent]
     return max(newest, key=lambda file: file.stat().st_size) if len(newest) < len(files) else None
@@ -44,19 +41,10 @@ def flip_byte(file: Path) -> None:
 
 
 def plant_in_disk(kind: str, hit: Callable[[], None]) -> None:
-    """Make the disk below unfinished checkpoints fail in this process from now on, for a while.
-
-    Args:
-        kind: One of `DISK_KINDS`.
-        hit: Called when a call meets the fault for the first time.
-    """
+    """Make the disk below unfinished checkpoints fail for a while; `hit` is called with the first failure."""
     fault = _DiskFault(kind, hit)
-    names = {
-        "full": ("write",),
-        "slow": ("write",),
-        "readonly": ("open", "mkdir", "rename"),
-        "gone": ("open", "mkdir", "rename", "write"),
-    }
+    changing = ("open", "mkdir", "rename")
+    names = {"full": ("write",), "slow": ("write",), "readonly": changing, "gone": (*changing, "write")}
     fault.follow_handles()
     for name in names[kind]:
         fault.wrap(name)

@@ -1,13 +1,11 @@
 """Faults that are planted in ranks, for `lockstep chaos`: at a phase of an update a rank fails or hangs.
 
     LOCKSTEP_FAULTS=plan.json   {"faults": [{"kind": "kill", "rank": 1, "step": 7, "phase": "backward"}, ...]}
-    plan.jsonl                  what happened: a line for each fault as it fires, for the first update of each round,
-                                and for the one in which a fault has fired, if its rank ends it
+    plan.jsonl                  what happened: each fault as it has its effect, the first update of each round, and the
+                                update in which a fault has fired
 
-A fault fires once, in whichever round its rank enters the phase of that update first. It is noted as fired when it has
-its effect, which may be later, and in another process: a NaN comes with a forward, an error with a call of the disk,
-and samples that can't be read with their read, perhaps in a data worker. What happens to the network is done by who
-started the hosts (`chaos.hosts`): there the rank waits until it has been done.
+A fault fires once, in whichever round its rank enters the phase of that update first. `chaos.hosts` disturbs the
+network, for which the rank waits.
 """
 
 from __future__ import annotations
@@ -55,15 +53,13 @@ _SLICE_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of a run.
+    """A fault of a run, at the first beginning of a phase in an update.
 
     Attributes:
         kind: One of `KINDS`.
-        step: The update in which it fires, from 1.
-        phase: At whose first beginning in that update.
-        above: Of kind `oom`: the largest micro-batch that fits.
-        folder: Of kind `flip`: where the checkpoints are; it fires in the first update from `step` on that has two. Of
-            `NETWORK_KINDS`: a file that exists once the network fails, which it does after the event "waits".
+        step: The update, from 1; for `flip` the first from then on before which there are two checkpoints.
+        above: For `oom`: the largest micro-batch that fits.
+        folder: For `flip`: that of the checkpoints. For `NETWORK_KINDS`: a file that exists once the network fails.
     """
 
     kind: str
@@ -99,11 +95,7 @@ def events_of(plan: Path) -> list[dict[str, Any]]:
 def plant(
     world: World, steps: int, environ: Mapping[str, str] = os.environ, trained_in: Callable[[], Trained] | None = None
 ) -> None:
-    """Plant the faults of the environment's plan in this rank, whose run has made `steps` updates; most have none.
-
-    Raises:
-        ConfigError: The plan can't be read.
-    """
+    """Plant the faults of the environment's plan, if any, in this rank, whose run has made `steps` updates."""
     name = environ.get(FAULTS)
     if not name:
         return
@@ -151,11 +143,7 @@ class _Trap:
                 self._fired_in = fault.step
 
     def entered(self, phase: Phase, updates: int, *, ends_update: bool) -> None:
-        """See a phase begin, after some updates of this process.
-
-        Args:
-            ends_update: Whether it follows the optimizer's step.
-        """
+        """See a phase begin, after some updates of this process; `ends_update`: after the optimizer's step."""
         step, name = self._steps + updates + 1, phase.name.lower()
         if updates and (self._first or 0 < self._fired_in < step):
             self._first = False
@@ -182,7 +170,7 @@ class _Trap:
             self._note("fired", step)
         elif fault.kind not in NUMBER_FAULTS:
             self._note("fired", step)
-            _ACTIONS[fault.kind](fault, self._world)
+            _act(fault, self._world)
         elif self._trained is not None:
             module = self._trained.first_module if fault.kind == NAN else self._trained.model
             NUMBER_FAULTS[fault.kind](module, lambda: self._note("fired", self._step()))
@@ -243,33 +231,17 @@ def _flip(fault: Fault, plan: Path, fired: Callable[[], None]) -> None:
         os.kill(process, signal.SIGKILL)
 
 
-def _kill(fault: Fault, world: World) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _kill_host(fault: Fault, world: World) -> None:
+def _kill_host() -> None:
     os.kill(os.getppid(), signal.SIGKILL)  # the launcher, with which its ranks end
     time.sleep(_PATIENCE_S)
 
 
-def _exit(fault: Fault, world: World) -> None:
-    sys.exit(_EXIT_CODE)
-
-
-def _raise(fault: Fault, world: World) -> None:
-    raise PlantedFault(f"planted in {fault.phase} of update {fault.step}")
-
-
-def _stop(fault: Fault, world: World) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _hang(fault: Fault, world: World) -> None:
+def _hang() -> None:
     while True:
         time.sleep(_SLICE_S)
 
 
-def _hold_interpreter(fault: Fault, world: World) -> None:
+def _hold_interpreter() -> None:
     library = ctypes.PyDLL(None)  # whose functions keep the interpreter's lock
     while True:
         library.sleep(int(_PATIENCE_S))
@@ -284,31 +256,28 @@ def _wait_for_network(fault: Fault) -> None:
         time.sleep(_SLICE_S)
 
 
-def _call_alone(fault: Fault, world: World) -> None:
-    world.axis.gather(None)
+def _act(fault: Fault, world: World) -> None:
+    match fault.kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            sys.exit(_EXIT_CODE)
+        case "raise":
+            raise PlantedFault(f"planted in {fault.phase} of update {fault.step}")
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+            _hang()
+        case "gil":
+            _hold_interpreter()
+        case "collective":
+            world.axis.gather(None)
+        case "host" | "shrink":
+            _kill_host()
 
 
-_ACTIONS: Mapping[str, Callable[[Fault, World], None]] = {
-    "kill": _kill,
-    "exit": _exit,
-    "raise": _raise,
-    STOP: _stop,
-    "hang": _hang,
-    "gil": _hold_interpreter,
-    "collective": _call_alone,
-    HOST: _kill_host,
-    SHRINK: _kill_host,
-}
 _PLANTED_AHEAD = (OOM, SAMPLE)
 KINDS_OF_HOSTS = (HOST, *NETWORK_KINDS)
 """Kinds of faults that happen to one of several hosts, which is there again afterwards."""
-KINDS = (
-    *(kind for kind in _ACTIONS if kind not in (HOST, SHRINK)),
-    SAMPLE,
-    FLIP,
-    *DISK_KINDS,
-    OOM,
-    *NUMBER_FAULTS,
-    *KINDS_OF_HOSTS,
-    SHRINK,
-)
+_OF_RANK = ("kill", "exit", "raise", STOP, "hang", "gil", "collective")
+KINDS = (*_OF_RANK, SAMPLE, FLIP, *DISK_KINDS, OOM, *NUMBER_FAULTS, *KINDS_OF_HOSTS, SHRINK)

@@ -1,10 +1,4 @@
-"""Faults of kind `oom`: the memory of a rank ends, as it seems, for micro-batches above a size.
-
-    {"kind": "oom", "rank": 1, "step": 7, "phase": "backward", "above": 4}
-
-From update 7 on, each backward with micro-batches of more than 4 samples raises torch's out-of-memory error on rank 1:
-in the middle of the model, below whatever wraps it. Unlike other faults it stays, until micro-batches are smaller.
-"""
+"""Faults of kind `oom`: micro-batches above a size raise torch's out-of-memory error, in the middle of the model."""
 
 from __future__ import annotations
 
@@ -28,7 +22,6 @@ class Trained:
     """The model of a run and its data, in which faults are planted.
 
     Attributes:
-        step: Its optimizer's step is the method `update`.
         samples: Returns how many samples of a micro-batch count, in training (true) or in an evaluation.
         positions: Returns between which positions in the order of the run an update has its samples.
         first_module: The one whose outputs are the first that this rank uses.
@@ -42,12 +35,7 @@ class Trained:
 
 
 def plant_in(trained: Trained, phase: str, runs_out: Callable[[bool], bool]) -> None:
-    """Let a phase of a run raise.
-
-    Args:
-        phase: forward, backward, optimizer or evaluation.
-        runs_out: Returns whether memory runs out now, in training (true) or in an evaluation.
-    """
+    """Let a phase (forward, backward, optimizer, evaluation) raise when `runs_out`, called with True in training."""
 
     def refuse(training: bool) -> None:
         if runs_out(training):
@@ -61,10 +49,6 @@ def plant_in(trained: Trained, phase: str, runs_out: Callable[[bool], bool]) -> 
             update(rate, divisor, keep)
 
         trained.step.update = refused  # type: ignore[method-assign]
-        return
-
-    if getattr(trained.model, "_compiled_call_impl", None) is not None:
-        _plant_around(trained.model, phase, refuse)
     else:
         _plant_within(trained.model, phase, refuse)
 
@@ -81,19 +65,6 @@ def _after(phase: str, refuse: Callable[[bool], None], output: Any) -> bool:
     if first is not None:
         first.register_hook(lambda gradient: refuse(True))
     return first is not None
-
-
-def _plant_around(model: nn.Module, phase: str, refuse: Callable[[bool], None]) -> None:
-    """Let a compiled model raise: hooks of its layers would be compiled, into graphs that round otherwise."""
-    compiled: Any = model._compiled_call_impl
-
-    def call(*inputs: Any, **named: Any) -> Any:
-        _before(phase, refuse, model)
-        output = compiled(*inputs, **named)
-        _after(phase, refuse, output)
-        return output
-
-    model._compiled_call_impl = call
 
 
 def _plant_within(model: nn.Module, phase: str, refuse: Callable[[bool], None]) -> None:

@@ -1,14 +1,4 @@
-"""Faults in the numbers of a run: a NaN that doesn't come again or comes with a sample, a bit that flips in memory.
-
-nan        the first layer's next output in training is NaN, once   --> `recovery.bad_numbers.nonfinite: rollback`
-diverge    a bit of a parameter is another one on this rank alone
-           after an update                                          --> `recovery.compare_every`
-
-The first layer is the first module with parameters that a forward calls: a model may call some in another order than it
-holds them, and others never, whose parameters it uses itself.
-
-Where the optimizer's state is sharded, an update writes all parameters again: a bit that flips before it is gone then.
-"""
+"""Faults in the numbers of a run: a NaN in the output of the first layer, a bit of a parameter that flips."""
 
 from __future__ import annotations
 
@@ -26,24 +16,7 @@ _BIT = 1 << 20  # of a float32: an eighth of the number, as its exponent stays
 
 
 def make_nan(model: nn.Module, fired: Callable[[], None]) -> None:
-    """Let the next output of the first layer in training be NaN; of a compiled model, that of the whole.
-
-    Args:
-        fired: Called when it is.
-    """
-    compiled = getattr(model, "_compiled_call_impl", None)
-    if compiled is not None:  # a hook would come too late for what is compiled
-
-        def call(*inputs: Any, **named: Any) -> Any:
-            output = compiled(*inputs, **named)
-            if not model.training:
-                return output
-            model._compiled_call_impl = compiled
-            fired()
-            return _spoiled(output)
-
-        model._compiled_call_impl = call
-        return
+    """Let the next output in training of the first layer that is called be NaN, and call `fired` then."""
 
     def spoil(module: nn.Module, inputs: object, output: Any) -> Any:
         if not module.training:
@@ -78,11 +51,7 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 def flip_bit(model: nn.Module, fired: Callable[[], None]) -> None:
-    """Flip a bit of the largest trained parameter that this rank holds.
-
-    Args:
-        fired: Called when it is done.
-    """
+    """Flip a bit of the largest trained parameter that this rank holds, and call `fired`."""
     import torch
 
     held = [live_part(parameter).data for parameter in model.parameters() if parameter.requires_grad]
