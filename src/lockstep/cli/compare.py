@@ -22,8 +22,8 @@ def run(arguments: Sequence[str]) -> int:
     """Compare runs: curves, final figures, differences of configs, statistics over seeds."""
     summary = "Compares runs, also as one HTML page: curves, final figures, configs, mean and deviation over seeds."
     parser = Parser("compare", summary)
-    text = "folders of runs; a folder of runs, such as a sweep's, stands for all of them"
-    parser.add_argument("runs", nargs="*", type=run_path, metavar="RUN", help=text)
+    what = "folders of runs; a folder of runs, such as a sweep's, stands for all of them"
+    parser.add_argument("runs", nargs="*", type=run_path, metavar="RUN", help=what)
     parser.add_argument("--output", type=path, metavar="FILE", help="where to write the page; by default compare.html")
     add_json(parser)
     args = parser.parse_args(arguments)

@@ -1,13 +1,7 @@
 """The launchers of a run on several hosts: they meet, know how ranks end on each, and end alike.
 
-    lockstep train ... --nodes 2 --rendezvous a:29500       the same command on each host
-
-    host a (listens)   proxy starts -- imports --.-- meet -- folder -- ranks -- watch -- first cause of all -- result
-    host b             proxy starts -- imports --'-- meet ------------ ranks -- watch ---------------------- result
-
-The host at which HOST:PORT is a local address leads: it has node rank 0 and the first ranks, makes the run's folder,
-and decides how the run has ended, and whether there is another round. Messages pass through a process of each launcher
-(`proxy`). What a launcher knows of the run is its state:
+The host at which the rendezvous is a local address leads: it has node rank 0, makes the run's folder, and decides how
+the run has ended, and whether there is another round. Messages pass through a process of each launcher (`proxy`):
 
     MEETING --> RUNNING --> CALLED, the leader wants another round --> MEETING --> ... --> OVER
                    '------> CUT_OFF, the leader is lost: looks for it, for recovery.host_wait --> MEETING
@@ -27,8 +21,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import astuple, dataclass, field, replace
+from enum import Enum, auto
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,27 +59,21 @@ class ProxyProcess:
 
     Args:
         listener: The socket at the rendezvous, which it takes over; None: another host listens there.
-        order: What it has to know.
-
-    Attributes:
-        channel: Readable when there is a message.
-        has_ended: Whether it has ended by itself.
     """
 
     def __init__(self, listener: socket.socket | None, order: Mapping[str, Any]) -> None:
         self.has_ended = False
         own, its = socket.socketpair()
         self.channel = Connection(own.detach())
-        passed = [its.fileno(), *([] if listener is None else [listener.fileno()])]
-        numbers = f"{its.fileno()}, {-1 if listener is None else listener.fileno()}, {os.getpid()}"
-        code = f"import sys; sys.path.append({_ROOT!r}); from lockstep.launch.proxy import main; main({numbers})"
+        sockets = [its] if listener is None else [its, listener]
+        numbers = [each.fileno() for each in sockets]
+        arguments = ", ".join(map(str, (numbers[0], -1 if listener is None else numbers[1], os.getpid())))
+        code = f"import sys; sys.path.append({_ROOT!r}); from lockstep.launch.proxy import main; main({arguments})"
+        words = [sys.executable, "-P", "-c", code]
         with blocked_signals(forks=True):  # until it ignores them
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", code], pass_fds=passed, stdin=subprocess.DEVNULL
-            )
-        its.close()
-        if listener is not None:
-            listener.close()
+            self._process = subprocess.Popen(words, pass_fds=numbers, stdin=subprocess.DEVNULL)
+        for each in sockets:
+            each.close()
         self.send(order)
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -130,11 +118,11 @@ class HostRanks:
 class LaunchState(Enum):
     """States of the run, as a launcher knows them."""
 
-    MEETING = "the hosts of a round meet"
-    RUNNING = "the round's ranks may run"
-    CALLED = "the round has ended, and the leader has called for another"
-    CUT_OFF = "the leader can't be reached"
-    OVER = "it has ended"
+    MEETING = auto()
+    RUNNING = auto()
+    CALLED = auto()
+    CUT_OFF = auto()
+    OVER = auto()
 
 
 class Hosts:
@@ -142,18 +130,13 @@ class Hosts:
 
     Attributes:
         leads: Whether this host has node rank 0.
-        name: This host's.
-        node: This host's node rank, once the hosts have met.
-        world: All hosts by node rank, once they have met.
-        address: This host's address on the network that connects them, once they have met.
+        node, address, world: Node rank and address of this host, and all hosts by node rank, once they have met.
         store_port: The port on loopback at which this host's ranks reach the store; 0 for the leader.
         ends: How ranks of other hosts have ended, or reported that they fail, by rank.
         why_killed: Returns why a rank of this host may have been killed by SIGKILL.
         recovers: Whether another round may follow after a failure.
         elastic: Whether a round may have fewer hosts than the one before.
-        round: Number of the round.
         requests: The signals of this launcher, once it handles them.
-        state: What this launcher knows of the run.
         result: How the run has ended, the round (CALLED), or why the leader is lost (CUT_OFF).
         pauses: Whether this round's ranks have been stopped because a host waits to be taken in.
         decision: What the leader has decided for this round, as of `open_folder`.
@@ -208,21 +191,15 @@ class Hosts:
     # --- before the ranks start ---
 
     def meet(self) -> None:
-        """Wait until all hosts are there, or, of a host that has waited for a place, the run is done.
-
-        Raises Failure if they don't come, or can't train together.
-        """
+        """Wait until all hosts are there, or the run is done. Raises Failure if they can't train together."""
         self._wait_until(lambda: bool(self.world))
 
     def open_folder(self, folder: Path, decision: Mapping[str, Any]) -> None:
-        """Report to the others which folder the run has, and how their ranks start in it: they may."""
+        """Tell the others which folder the run has, and how their ranks start in it."""
         self._send({"type": "folder", "path": str(folder), "decision": decision})
 
     def wait_for_folder(self) -> Path | None:
-        """Return the folder that the leader has made for the run; None: nothing is left to train.
-
-        Raises Failure if there is none.
-        """
+        """Return the folder that the leader has made for the run; None: nothing is left to train. Raises Failure."""
         self._wait_until(lambda: self._folder is not None)
         return None if self._folder is None else Path(self._folder)
 
@@ -233,10 +210,10 @@ class Hosts:
                 raise self.result.failure()
             if self.requests is not None and self.requests.stops and self.requests.last_stop is not None:
                 raise stopped_by(self.requests.last_stop).failure()
-            for rank, end in self.ends.items():
-                # after the loss of a host, the leader decides whether the run continues
+            for rank in self._ended & self.ends.keys():
+                end = self.ends[rank]  # after the loss of a host, the leader decides whether the run continues
                 is_left = end.kind is FailureKind.LOST and end.left_by is None and self.recovers
-                if rank in self._ended and end.kind is not FailureKind.DONE and not is_left:
+                if end.kind is not FailureKind.DONE and not is_left:
                     raise LaunchResult(end.cause, end.text).failure()
             self._wait()
 
@@ -244,7 +221,8 @@ class Hosts:
 
     def call(self, result: LaunchResult, wait: float) -> None:
         """Let all hosts meet again within `wait` seconds; only the leader does."""
-        lost = [node for node in range(1, len(self.world)) if self._is_lost(node)]
+        gone = {rank for rank, end in self.ends.items() if end.kind is FailureKind.LOST}
+        lost = [node for node in range(1, len(self.world)) if not gone.isdisjoint(self.world[node].span)]
         self.begin_again(self.round + 1)
         self._send({"type": "next", "kind": result.kind.name, "text": result.text, "wait": wait, "lost": lost})
 
@@ -266,9 +244,6 @@ class Hosts:
         print_on_stderr(f"lockstep: host {self._arrived} has come: all ranks save, and start again with it")
         return True
 
-    def _is_lost(self, node: int) -> bool:
-        return any(rank in self.ends and self.ends[rank].kind is FailureKind.LOST for rank in self.world[node].span)
-
     def open_store(self, port: int) -> None:
         """Let the ranks of other hosts reach the store, which listens on this port of loopback."""
         self._send({"type": "store", "port": port})
@@ -285,12 +260,7 @@ class Hosts:
             self._receive()
 
     def publish(self, ends: Mapping[int, End], ended: set[int], requests: SignalRequests) -> None:
-        """Report to the other launchers how ranks of this host have ended, and what signals have requested here.
-
-        Args:
-            ends: Of the ranks that have reported or ended.
-            ended: Those whose processes are gone.
-        """
+        """Tell the other launchers how ranks of this host have reported or ended, and what signals have requested."""
         for rank, end in ends.items():
             if self._published.get(rank) != end or (rank in ended and rank not in self._ended):
                 self._published[rank] = end
@@ -331,10 +301,9 @@ class Hosts:
         return self.result
 
     def finish(self, result: LaunchResult) -> None:
-        """Report how the run has ended to all hosts; only the leader does."""
-        problems = [[problem.where, problem.key, problem.message] for problem in result.problems]
+        """Tell all hosts how the run has ended; only the leader does."""
         fields = {"kind": result.kind.name, "text": result.text, "is_traceback": result.is_traceback}
-        self._send({"type": "result", **fields, "problems": problems})
+        self._send({"type": "result", **fields, "problems": [astuple(each) for each in result.problems]})
 
     def fail(self, kind: FailureKind, text: str) -> None:
         """Report that this host can't take part."""
@@ -451,9 +420,7 @@ class LeaderRounds:
     """Decides after each round whether there is another, and calls the other hosts.
 
     Attributes:
-        supervisor: Decides after failures.
         wait: Seconds that hosts have to come back; 0: a lost one ends the run.
-        folder: Of the run.
         decision: Returns what other hosts have to know of how an entry starts.
     """
 
@@ -499,7 +466,6 @@ class FollowerRounds:
 
     Attributes:
         wait: Seconds that the leader has to come back; 0: its loss ends the run.
-        entry: Returns the entry of ranks that train in a folder as the leader has decided.
     """
 
     hosts: Hosts

@@ -61,12 +61,7 @@ def store_of(number: int) -> bytes:
 
 
 async def welcome(streams: Streams, key: bytes) -> bytes:
-    """Let the other side prove that it knows the token; return what it wants.
-
-    Raises:
-        NotAuthorized: It doesn't know the token.
-        NotLauncher: It sends something else, or nothing.
-    """
+    """Let the other side prove that it knows the token; return what it wants. Raises NotAuthorized, NotLauncher."""
     reader, writer = streams
     own = secrets.token_bytes(_NONCE)
     try:
@@ -88,10 +83,7 @@ async def welcome(streams: Streams, key: bytes) -> bytes:
 async def introduce(streams: Streams, key: bytes, wants: bytes) -> None:
     """Prove to the leader that this side knows the token, and have it prove the same.
 
-    Raises:
-        NotAuthorized: One side doesn't know the other's token.
-        NotLauncher: Another program listens there.
-        OSError: The connection broke, or nothing came.
+    Raises NotAuthorized, NotLauncher; OSError if the connection broke, or nothing came.
     """
     reader, writer = streams
     own = secrets.token_bytes(_NONCE)
@@ -120,11 +112,7 @@ def _proof(key: bytes, role: bytes, wants: bytes, nonces: bytes) -> bytes:
 
 
 class Doorkeeper:
-    """Lets those in who know the job's token.
-
-    Args:
-        note: Called with what the user should know.
-    """
+    """Lets those in who know the job's token."""
 
     def __init__(self, key: bytes, note: Callable[[str], None]) -> None:
         self._key = key
@@ -166,14 +154,7 @@ class Link:
             self.writer.write(len(text).to_bytes(4, "big") + text)  # as multiprocessing's Connection does
 
     async def receive(self, limit: float | None = None) -> Message:
-        """Return the next message.
-
-        Args:
-            limit: Seconds to wait for it.
-
-        Raises:
-            OSError: The connection is closed or broken (ConnectionError), or nothing came (TimeoutError).
-        """
+        """Return the next message. Raises ConnectionError, or TimeoutError after `limit` seconds."""
         try:
             async with asyncio.timeout(limit):
                 size = int.from_bytes(await self._reader.readexactly(4), "big")
@@ -205,12 +186,7 @@ async def join(first: Streams, second: Streams) -> None:
 
 
 class Proxy:
-    """The part that proxies of all hosts share: a launcher, and tasks that end with the process.
-
-    Attributes:
-        silence: Seconds without a message after which a host is lost.
-        place: The address of the rendezvous, as the user gave it.
-    """
+    """What proxies of all hosts share. A host is lost after `silence` seconds; `place` is the rendezvous as given."""
 
     def __init__(self, launcher: Link, order: Message) -> None:
         self.launcher = launcher

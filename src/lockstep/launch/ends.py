@@ -64,13 +64,11 @@ class End:
         text: A message, a traceback, or a sentence to show.
         time: When the rank raised, returned or was found dead, in seconds (CLOCK_MONOTONIC, the same in all processes).
         detail: A traceback for the rank's log; empty if `text` has it, or if there is none.
-        problems: The problems of a ConfigError.
-        advice: That of an OutOfMemory, which `text` contains.
-        too_large: Sizes with which memory has run out; see OutOfMemory.
+        advice, too_large: As of OutOfMemory; `text` contains the advice.
         samples: The one whose reading has ended it, or several, one of which has.
         evaluation_set: The evaluation set that they are of; None: the training data.
         differing: The ranks whose copies of the training state differ from most ranks'.
-        status: Of the rank's process, if it has ended without a report: its exit code, or minus a signal.
+        status: The process's exit code, or minus a signal, if it has ended without a report.
         evaluates: Whether it has ended in an evaluation, without a report.
         left_by: Why the launcher of a rank's host has left the run (LOST); None: nothing is known of it.
     """
@@ -98,17 +96,15 @@ class End:
 def end_fields(end: End) -> dict[str, Any]:
     """Return an end for a message to another host, whose clock is another one."""
     left_by = None if end.left_by is None else end.left_by.name
-    return {**asdict(end), "kind": end.kind.name, "left_by": left_by, "age": monotonic() - end.time}
+    return {**asdict(end), "kind": end.kind.name, "left_by": left_by, "time": monotonic() - end.time}
 
 
 def end_of_fields(fields: Mapping[str, Any]) -> End:
     """Return the end that a message states."""
-    known = {name: value for name, value in fields.items() if name != "age"}
-    problems = tuple(Problem(**problem) for problem in known["problems"])
-    kinds = {name: FailureKind[known[name]] for name in ("kind", "left_by") if known[name] is not None}
-    changed = {**kinds, "time": monotonic() - fields["age"], "problems": problems}
-    tuples = {name: tuple(known[name]) for name in ("samples", "differing")}
-    return End(**{**known, **changed, **tuples})
+    changed: dict[str, Any] = {name: tuple(fields[name]) for name in ("samples", "differing")}
+    changed |= {name: FailureKind[fields[name]] for name in ("kind", "left_by") if fields[name] is not None}
+    changed["problems"] = tuple(Problem(**problem) for problem in fields["problems"])
+    return End(**{**fields, **changed, "time": monotonic() - fields["time"]})
 
 
 def end_of_return(code: int, time: float) -> End:
@@ -127,20 +123,7 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
             saved = message_of(error).removeprefix(str(error))
             return End(FailureKind.STOPPED, f"interrupted by a KeyboardInterrupt{_raised_in(error)}{saved}", time)
         case Failure():
-            cause = error.__cause__
-            is_cause = cause is not None and not error.kind.weight
-            detail = "".join(traceback.format_exception(cause)).rstrip() if is_cause else ""
-            end = End(error.kind, message_of(error).strip(), time, detail)
-            match error:
-                case ConfigError():
-                    return replace(end, problems=error.problems)
-                case OutOfMemory():
-                    return replace(end, advice=error.advice, too_large=error.too_large)
-                case SampleFailure():
-                    return replace(end, samples=error.samples, evaluation_set=error.evaluation_set)
-                case ReplicasDiffer():
-                    return replace(end, differing=error.ranks)
-            return end
+            return _end_of_failure(error, time)
         case SystemExit(code=int() | None):
             saved = message_of(error).removeprefix(str(error))
             return End(FailureKind.EXITED, f"called sys.exit({int(error.code or 0)}){_raised_in(error)}{saved}", time)
@@ -153,6 +136,22 @@ def end_of_exception(error: BaseException, time: float, frames: TracebackType | 
     if blames_a_peer(error):
         return End(FailureKind.PEER_FAILED, text, time)
     return End(FailureKind.DEVICE if _is_of_device(error) else FailureKind.EXCEPTION, text, time)
+
+
+def _end_of_failure(error: Failure, time: float) -> End:
+    cause = None if error.kind.weight else error.__cause__
+    detail = "".join(traceback.format_exception(cause)).rstrip() if cause is not None else ""
+    end = End(error.kind, message_of(error).strip(), time, detail)
+    match error:
+        case ConfigError():
+            return replace(end, problems=error.problems)
+        case OutOfMemory():
+            return replace(end, advice=error.advice, too_large=error.too_large)
+        case SampleFailure():
+            return replace(end, samples=error.samples, evaluation_set=error.evaluation_set)
+        case ReplicasDiffer():
+            return replace(end, differing=error.ranks)
+    return end
 
 
 def _is_of_device(error: BaseException) -> bool:
@@ -174,14 +173,7 @@ def exit_text(exitcode: int) -> str:
 
 
 def end_of_process(exitcode: int, time: float, *, stopping: bool = False) -> End:
-    """Return the end of a process without a report.
-
-    A code that the program, or a library, has chosen means nothing to a scheduler: the run has failed, with code 1.
-
-    Args:
-        exitcode: Minus the signal's number if one killed it.
-        stopping: Whether a stop signal was sent to it.
-    """
+    """Return the end of a process without a report; `stopping`: a stop signal was sent to it."""
     if stopping and exitcode == Stopped.exit_code:
         return End(FailureKind.STOPPED, "", time)
     if exitcode >= 0:
@@ -231,12 +223,7 @@ def first_cause(ends: Iterable[End | None]) -> int | None:
 
 
 def describe(rank: int, ends: Sequence[End | None], timeout: float, hosts: Sequence[str] = ()) -> str:
-    """Return the message about the first cause. It names no rank if all have the same message.
-
-    Args:
-        timeout: Seconds that a collective may take.
-        hosts: The name of each rank's host, if there are several.
-    """
+    """Return the message about the first cause; `hosts`: the name of each rank's host, if there are several."""
     end = ends[rank]
     assert end is not None, "only a rank that has ended is a cause"
     name = f"rank {rank} on host {hosts[rank]}" if hosts else f"rank {rank}"

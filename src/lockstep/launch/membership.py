@@ -5,14 +5,8 @@
        |           '- a host is lost: all get "lost"
        '- hosts are missing in the end, or one leaves: the launcher gets a "result" --> ENDING --> OVER
 
-Which launchers take part in a round, and when it begins, is arithmetic:
-
-    round 1    a there, b there                    all are there: it begins
-    round 2    a ready, b ready                    at once: no host is missing
-    round 3    a ready, b lost, then there again   it begins when b has come; with MIN:MAX, seconds after b was lost
-               a ready, c waits                    c takes the place of b
-
-A message belongs to the round that its host takes part in. The ranks' store is another one in each round.
+A lost host may come back, or another that waits takes its place; with MIN:MAX the round begins without it after some
+seconds. The ranks' store is another one in each round.
 """
 
 from __future__ import annotations
@@ -24,10 +18,11 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
 from typing import Any
 
 from lockstep.core.failure_kinds import FailureKind
+from lockstep.core.formatting import listed
 from lockstep.core.nodes import node_range
 from lockstep.launch.channel import HOST, LOOPBACK, Doorkeeper, Link, Message, Proxy, Streams, join, store_of
 
@@ -41,10 +36,10 @@ _BACKLOG = 1024  # connections that wait to be accepted: all ranks of a run conn
 class RoundState(Enum):
     """States of a round."""
 
-    MEETING = "waits for the hosts of a round"
-    RUNNING = "the hosts' ranks run"
-    ENDING = "can't begin; the launcher here ends it"
-    OVER = "has ended"
+    MEETING = auto()
+    RUNNING = auto()
+    ENDING = auto()
+    OVER = auto()
 
 
 @dataclass(eq=False)
@@ -52,11 +47,9 @@ class Member:
     """A launcher that is connected.
 
     Attributes:
-        hello: What it has introduced itself with.
         link: None: it is the launcher here, which leads.
         ready: Whether it waits for the next round; otherwise its ranks of the last one may still run.
         node: Its node rank in the round that runs; None: it takes no part.
-        has_trained: Whether it has taken part in a round.
     """
 
     hello: Mapping[str, Any]
@@ -89,11 +82,7 @@ def chosen(members: Sequence[Member], least: int, most: int) -> list[Member]:
 
 
 def refusal_of(hellos: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> str:
-    """Return why a host can't join those that are there, the leader first; empty: it can.
-
-    Args:
-        new: `host`, `node_rank` (or None), `nodes` (or MIN:MAX), `versions` and `settings`, texts by name.
-    """
+    """Return why a host can't join those that are there, the leader first; empty: it can."""
     leader = hellos[0]
     here = {"--nodes": leader["nodes"], **leader["versions"], **leader["settings"]}
     there = {"--nodes": new["nodes"], **new["versions"], **new["settings"]}
@@ -101,18 +90,13 @@ def refusal_of(hellos: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> s
     if names:
         with_values = ("--nodes", *leader["versions"])
         values = {name: f"{name} ({there.get(name)}, not {here.get(name)})" for name in with_values}
-        shown = [values.get(name, name) for name in names[:_MAX_KEYS]]
-        more = f" and {len(names) - _MAX_KEYS} more" if len(names) > _MAX_KEYS else ""
-        return (
-            f"host {new['host']} differs from host {leader['host']} in {', '.join(shown)}{more}; give all hosts the "
-            "same command, config and versions"
-        )
+        what = listed([values.get(name, name) for name in names], _MAX_KEYS)
+        remedy = "give all hosts the same command, config and versions"
+        return f"host {new['host']} differs from host {leader['host']} in {what}; {remedy}"
     for other in hellos:
         if new["node_rank"] is not None and other["node_rank"] == new["node_rank"]:
-            return (
-                f"hosts {other['host']} and {new['host']} both have --node-rank {new['node_rank']}; give each host a "
-                "rank of its own, or leave the option out on all"
-            )
+            both = f"hosts {other['host']} and {new['host']} both have --node-rank {new['node_rank']}"
+            return f"{both}; give each host a rank of its own, or leave the option out on all"
     return ""
 
 
@@ -164,12 +148,7 @@ class Leader(Proxy):
     # --- rounds ---
 
     def _meet(self, seconds: float, key: str, early: float) -> None:
-        """Begin a round as soon as its hosts are there.
-
-        Args:
-            seconds: To wait for them, as the config's `key` has it.
-            early: Seconds after which fewer than all suffice, if the run may have fewer.
-        """
+        """Begin a round as soon as its hosts are there, for up to `seconds`; after `early` seconds with fewer."""
         self._state, self._suffice = RoundState.MEETING, self._most
         limit, loop = f"{seconds:g} s ({key})", asyncio.get_running_loop()
         self._timers = [loop.call_later(seconds, self._give_up, limit), loop.call_later(early, self._settle_for_fewer)]
@@ -181,16 +160,16 @@ class Leader(Proxy):
         self._suffice = self._least
         self._try_to_begin()
 
-    def _note_missing(self, limit: str) -> None:
-        there = who_is_there(self._hellos(), self._most)
+    def _who_is_there(self) -> str:
         number = f"{len(self._members)} of {self.hello['nodes']} hosts are at {self.place}"
-        self._note_everywhere(f"{number}: {there}. They are waited for up to {limit}")
+        return f"{number}: {who_is_there(self._hellos(), self._most)}"
+
+    def _note_missing(self, limit: str) -> None:
+        self._note_everywhere(f"{self._who_is_there()}. They are waited for up to {limit}")
 
     def _give_up(self, limit: str) -> None:
-        there = who_is_there(self._hellos(), self._most)
-        text = f"{len(self._members)} of {self.hello['nodes']} hosts reached {self.place} within {limit}: {there}"
         remedy = f"Start the same command on each host, and let the hosts reach {self.place}"
-        self._let_launcher_end(FailureKind.FAILED.name, f"{text}. {remedy}")
+        self._let_launcher_end(FailureKind.FAILED.name, f"{self._who_is_there()}, after {limit}. {remedy}")
 
     def _let_launcher_end(self, kind: str, text: str) -> None:
         self._state = RoundState.ENDING

@@ -4,10 +4,8 @@
                               |                                   |
     host b   launcher -- proxy                      ranks -- a port on loopback, a connection each
 
-All connections go to the leader's proxy, and begin with a proof of the job's token (`channel`). A message of one
-launcher goes to all others (`membership`). A host is lost when its connection ends, or when nothing has come from it
-for some seconds. A name server may learn a name later (Kubernetes), and another host's launcher may start later: what
-can't be reached is tried again until the time is over. The proxy ends with its launcher, and its connections with it.
+All connections go to the leader's proxy, and begin with a proof of the job's token (`channel`). A host is lost when its
+connection ends, or when nothing has come from it for some seconds. What can't be reached is tried again.
 """
 
 from __future__ import annotations
@@ -47,13 +45,7 @@ _LAST_WORDS_S = 5.0  # for the leader to read what this host has sent
 
 
 class Rendezvous:
-    """The leader's address, as another host sees it.
-
-    Args:
-        address: Its host and port.
-        place: The same, as the user gave it.
-        key: The proof's.
-    """
+    """The leader's address, as another host sees it, and as the user gave it."""
 
     def __init__(self, address: tuple[str, int], place: str, key: bytes) -> None:
         self._address = address
@@ -61,13 +53,7 @@ class Rendezvous:
         self._key = key
 
     async def reach(self, seconds: float, note: Callable[[str], None]) -> Link:
-        """Connect to the leader, and try again for some seconds; `note` why it isn't reached yet.
-
-        Raises:
-            NotAuthorized: One side doesn't know the other's token.
-            NotLauncher: Another program listens there.
-            OSError: It isn't reached.
-        """
+        """Connect to the leader, and try again for some seconds. Raises NotAuthorized, NotLauncher, OSError."""
         began, pause, noted = time.monotonic(), _FIRST_PAUSE_S, set[str]()
         while True:
             try:
@@ -155,19 +141,15 @@ class Follower(Proxy):
             self.launcher.send({"type": "lost", "node": 0, "why": self.why_lost(error)})
 
     def _failure(self, error: Exception, limit: str) -> Message:
+        host, place = f"host {self.hello['host']}", self.place
         if isinstance(error, OSError):
-            text = (
-                f"host {self.hello['host']} could not reach {self.place} within {limit}: "
-                f"{self._rendezvous.why_not(error)}; start the same command on the host of {self.place}, and let the "
-                "hosts reach it"
-            )
+            why = f"{host} could not reach {place} within {limit}: {self._rendezvous.why_not(error)}"
+            text = f"{why}; start the same command on the host of {place}, and let the hosts reach it"
             return {"kind": FailureKind.FAILED.name, "text": text}
-        text = f"what listens on {self.place} isn't a launcher of Lockstep; give --rendezvous another port"
+        text = f"what listens on {place} isn't a launcher of Lockstep; give --rendezvous another port"
         if isinstance(error, NotAuthorized):
-            text = (
-                f"{self.place} refused the job token of host {self.hello['host']}; give all hosts the same "
-                "LOCKSTEP_JOB_TOKEN and --job-id"
-            )
+            remedy = "give all hosts the same LOCKSTEP_JOB_TOKEN and --job-id"
+            text = f"{place} refused the job token of {host}; {remedy}"
         return {"kind": FailureKind.CONFIG.name, "text": text}
 
     async def _forward(self, number: int) -> int:
@@ -207,13 +189,7 @@ async def _run(channel: int, listener: int, parent: int) -> None:
 
 
 def main(channel: int, listener: int, parent: int) -> None:
-    """Run a proxy until its launcher closes the channel, or ends.
-
-    Args:
-        channel: Descriptor of the socket to the launcher.
-        listener: Descriptor of the socket at the rendezvous; -1: another host listens there.
-        parent: The launcher's process id.
-    """
+    """Run a proxy until its launcher (process `parent`) ends, or closes the channel; both sockets are descriptors."""
     for number in (*STOP_SIGNALS, SAVE_SIGNAL):  # the launcher handles them
         signal.signal(number, signal.SIG_IGN)
     raise_open_file_limit()

@@ -32,9 +32,8 @@ def connected_hosts(
     """Connect with the other hosts' launchers while the block runs; a failure of the block is reported to them.
 
     Args:
-        launch: `nodes`, `rendezvous`, `node_rank`, `job_id`, and `timeout`: seconds to wait for the other hosts.
         ranks: Number of ranks on this host.
-        settings: What must be equal on all hosts, by name: hashes.
+        settings: Hashes of what must be equal on all hosts, by name.
         recovers: Whether another round may follow after a failure, also with hosts that come later.
 
     Raises:
