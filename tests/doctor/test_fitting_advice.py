@@ -22,7 +22,7 @@ def test_of_a_survived_failure_what_happened_is_stated_without_the_advice(tmp_pa
     )
     record_end(run, kind="done", text="", cause=None, ranks=[], step=9)
     (run / "summary.json").write_text("{}")
-    assert f"It survived one failure: {memory}." in diagnose_run(run).notes
+    assert f"It survived 1 failure: {memory}." in diagnose_run(run).notes
 
 
 SET_FAILED = (

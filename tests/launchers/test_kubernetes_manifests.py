@@ -267,11 +267,11 @@ def test_names_are_host_names(name: str) -> None:
         ([*PLAIN, "train", "digits", "run.folder=/runs/a"], "run.folder: would be lost with the pod: /runs/a is in no"),
         (
             [*PLAIN[:2], "--volume", "work:/work:ro", *TRAIN],
-            "run.folder: would be lost with the pod: /work/runs/a is in the",
+            "run.folder: would be lost with the pod: /work/runs/a is in no volume",
         ),
         (
             [*PLAIN[:2], "--volume", "work:/work:ro", "--workdir", "/work", *TRAIN],
-            "run.folder: would be lost with the pod: /work/runs/a is in the read-only volume work; give --volume",
+            "run.folder: would be lost with the pod: /work/runs/a is in no volume that can be written; give --volume",
         ),
         ([*PLAIN, "--nodes", "2", "plan", "digits"], "--nodes: 2, but `lockstep plan` runs in one pod"),
         ([*PLAIN, "--volume", "work", *TRAIN], "--volume: 'work' is not CLAIM:/PATH"),

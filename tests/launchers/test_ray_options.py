@@ -110,7 +110,7 @@ def test_an_uploaded_folder_keeps_its_run_elsewhere(capsys: pytest.CaptureFixtur
         (["--env", "NAME", *TRAIN], "--env: 'NAME' is not NAME=VALUE, such as NCCL_DEBUG=INFO"),
         (["--env", "HF_TOKEN=abc", *TRAIN], "--env: HF_TOKEN looks like a secret, and Ray's dashboard shows its value"),
         (["--upload", "--folder", "/x", *TRAIN], "--upload: copies this folder, and --folder names a shared one"),
-        (["--upload", *TRAIN], "run.folder: runs/a would be lost with Ray's copy of this folder; give it an absolute"),
+        (["--upload", *TRAIN], "run.folder: would be lost with Ray's copy of this folder; give an absolute"),
         (["--retries", "1", *TRAIN, "--fresh"], "--fresh, --from, --fork: would start over with each retry; leave out"),
         (["--wait", "-1", *TRAIN], "--wait: '-1' is not a number of 0 or more"),
         (["status", "../a b"], "'../a b' is neither the id of a Ray job nor the folder of a run that Ray was given"),

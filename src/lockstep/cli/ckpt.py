@@ -111,10 +111,7 @@ def _verify(arguments: Sequence[str]) -> int:
 
 
 def _audit(arguments: Sequence[str]) -> int:
-    summary = (
-        "Checks, by a checkpoint's ledger, that the run was trained on every sample of its order once.\n"
-        "Exit code 3: it was not, or the checkpoint is damaged."
-    )
+    summary = "Checks, by a checkpoint's ledger, that the run was trained on every sample once. Exit code 3: it wasn't."
     parser = _parser("audit", summary)
     _add_step(parser)
     args = parser.parse_args(arguments)
@@ -136,8 +133,7 @@ def _audit(arguments: Sequence[str]) -> int:
 
 def _diff(arguments: Sequence[str]) -> int:
     summary = (
-        "Shows how two checkpoints differ: tensors, config and state. Folders, duration and number of attempts aren't\n"
-        "compared. Exit code 0: they are equal; 1: they differ; 3: one is damaged."
+        "Shows how two checkpoints differ: tensors, config and state. Exit code 1: they differ; 3: one is damaged."
     )
     parser = Parser("ckpt diff", summary, usage="A B | RUN --steps N M [--json]")
     two = "two checkpoints, or runs for their newest"
@@ -164,10 +160,7 @@ def _diff(arguments: Sequence[str]) -> int:
 
 
 def _prune(arguments: Sequence[str]) -> int:
-    summary = (
-        "Deletes all checkpoints but those of checkpoint.keep_last, keep_every and best. The newest that verifies\n"
-        "is kept. Exit code 3: none verifies, so none was deleted."
-    )
+    summary = "Deletes checkpoints that checkpoint.keep_last, keep_every and best don't keep, unless none verifies."
     parser = _parser("prune", summary)
     parser.add_argument("--keep-last", type=whole, metavar="N", help="instead of checkpoint.keep_last")
     parser.add_argument("--keep-every", type=_every, metavar="INTERVAL", help="instead of checkpoint.keep_every")

@@ -49,15 +49,10 @@ def listed_json(
     folder: str, entries: Sequence[ListedCheckpoint], why: Mapping[int, Sequence[str]], aside: Mapping[str, int]
 ) -> Object:
     """Return the same as an object; sizes are in bytes."""
-    checkpoints = [
-        {
-            "name": entry.name,
-            "damaged": entry.damage,
-            "stays": list(why[entry.step]),
-            **(_progress(entry.manifest) if entry.manifest is not None else {"step": entry.step}),
-        }
-        for entry in entries
-    ]
+    checkpoints = []
+    for entry in entries:
+        facts = _progress(entry.manifest) if entry.manifest is not None else {"step": entry.step}
+        checkpoints.append({"name": entry.name, "damaged": entry.damage, "stays": list(why[entry.step]), **facts})
     moved = [{"name": name, "size": size} for name, size in aside.items()]
     return {"folder": folder, "checkpoints": checkpoints, "aside": moved}
 
@@ -90,22 +85,14 @@ def shown(place: str, manifest: Manifest, *, tensors: bool) -> Lines:
 
 def shown_json(name: str, manifest: Manifest, *, tensors: bool) -> Object:
     """Return the same as an object; `tensors` only on request."""
-    result = {
-        "name": name,
-        "run_id": manifest.run,
-        **_progress(manifest),
-        "files": {file: entry.size for file, entry in manifest.files.items()},
-        "config": manifest.config,
-        "environment": manifest.environment,
-        "state": manifest.state,
-        "tensor_count": len(manifest.tensors),
-        "tensor_bytes": sum(entry.size for entry in manifest.tensors.values()),
-    }
+    result: Object = {name: getattr(manifest, name) for name in ("config", "environment", "state")}
+    result |= {"name": name, "run_id": manifest.run, **_progress(manifest), "tensor_count": len(manifest.tensors)}
+    result["files"] = {file: entry.size for file, entry in manifest.files.items()}
+    result["tensor_bytes"] = sum(entry.size for entry in manifest.tensors.values())
     if tensors:
-        result["tensors"] = {
-            tensor: {"dtype": entry.dtype, "shape": list(entry.shape), "size": entry.size}
-            for tensor, entry in manifest.tensors.items()
-        }
+        names = ("dtype", "shape", "size")
+        facts = {tensor: [getattr(entry, name) for name in names] for tensor, entry in manifest.tensors.items()}
+        result["tensors"] = {tensor: dict(zip(names, values, strict=True)) for tensor, values in facts.items()}
     return result
 
 
@@ -144,25 +131,21 @@ def _span(sample: LeftOutSample) -> str:
 
 def incomplete(audit: Audit) -> str:
     """Return what is wrong, in a sentence."""
-    faults = (
-        ("no update used the samples at", audit.gaps),
-        ("more than one update used those at", audit.repeats),
-        ("samples that the order doesn't have there were used at", audit.mismatches),
-    )
-    return "; ".join(
-        f"{what} {', '.join(f'{first:,} to {last:,}' for first, last in spans)}" for what, spans in faults if spans
-    )
+    faults = {
+        "no update used the samples at": audit.gaps,
+        "more than one update used those at": audit.repeats,
+        "samples that the order doesn't have there were used at": audit.mismatches,
+    }
+    places = {what: ", ".join(f"{first:,} to {last:,}" for first, last in spans) for what, spans in faults.items()}
+    return "; ".join(f"{what} {where}" for what, where in places.items() if where)
 
 
 def audited_json(audit: Audit) -> Object:
     fields = asdict(audit)
     segments = zip(fields["segments"], fields.pop("expected"), strict=True)
-    return {
-        **fields,
-        "complete": audit.complete,
-        "changes": [{"at": position, "what": what} for position, what in audit.changes],
-        "segments": [{**segment, "expected": expected} for segment, expected in segments],
-    }
+    fields["segments"] = [{**segment, "expected": expected} for segment, expected in segments]
+    changes = [{"at": position, "what": what} for position, what in audit.changes]
+    return {**fields, "complete": audit.complete, "changes": changes}
 
 
 def compared(names: Sequence[str], comparison: Comparison) -> Lines:
@@ -184,14 +167,9 @@ def compared(names: Sequence[str], comparison: Comparison) -> Lines:
 
 def compared_json(comparison: Comparison) -> Object:
     fields = asdict(comparison)
-    only_in = fields.pop("alone")
-    return {
-        **fields,
-        "equal": comparison.equal,
-        "only_in": only_in,
-        "kinds": {name: pair for name, *pair in fields["kinds"]},
-        "values": {tensor.pop("name"): tensor for tensor in fields["values"]},
-    }
+    fields["kinds"] = {name: pair for name, *pair in fields["kinds"]}
+    fields["values"] = {tensor.pop("name"): tensor for tensor in fields["values"]}
+    return {**fields, "equal": comparison.equal, "only_in": fields.pop("alone")}
 
 
 def _first(title: str, items: Sequence[str]) -> Lines:
@@ -227,14 +205,9 @@ def pruned(result: PruneResult, aside: Mapping[str, int], *, dry: bool) -> Lines
 
 
 def pruned_json(result: PruneResult, aside: Mapping[str, int], *, dry: bool) -> Object:
-    return {
-        "dry_run": dry,
-        "deleted": list(result.deleted),
-        "aside": list(aside),
-        "bytes": sum(result.deleted.values()) + sum(aside.values()),
-        "stay": list(result.stay),
-        "verified": result.trusted,
-    }
+    kept = {"stay": list(result.stay), "verified": result.trusted}
+    size = sum(result.deleted.values()) + sum(aside.values())
+    return {"dry_run": dry, "deleted": list(result.deleted), "aside": list(aside), "bytes": size, **kept}
 
 
 def _table(rows: Sequence[Sequence[str]], sides: str) -> Lines:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli.arguments import Parser, add_json, path, run_path
-from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.errors import ConfigError
 from lockstep.core.json_output import emit
 from lockstep.core.near_runs import did_you_mean_run
 from lockstep.core.terminal import echo
 
 if TYPE_CHECKING:
-    from lockstep.report.comparison import SideBySide
+    pass
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -30,7 +30,8 @@ def run(arguments: Sequence[str]) -> int:
 
     from lockstep.looking.listing import runs_in
     from lockstep.looking.states import status_of
-    from lockstep.report.comparison import as_json, compare, text
+    from lockstep.report.comparison import as_json, compare, text, write_comparison
+    from lockstep.report.rank_history import damage
 
     folders: list[Path] = []
     for place in args.runs:
@@ -45,22 +46,8 @@ def run(arguments: Sequence[str]) -> int:
     for run in comparison.runs:
         for note in (*run.data.flaws, *run.ranks.flaws):
             echo(f"note: {note}")
-    written = _written(comparison, args.output)
-    if args.json:
-        emit({**as_json(comparison), "page": None if written is None else str(written)})
-    return 0
-
-
-def _written(comparison: SideBySide, output: Path | None) -> Path | None:
-    """Write the page and print its path. In a folder that can't be written, it is left out unless it was asked for."""
-    from lockstep.report.comparison import write_comparison
-
-    try:
-        written = write_comparison(comparison, output)
-    except RunFailed as error:
-        if output is not None:
-            raise
-        echo(f"note: there is no page: {error}; --output FILE writes it elsewhere", file=sys.stderr)
-        return None
+    written = write_comparison(comparison, args.output)
     echo(f"\n{written}")
-    return written
+    if args.json:
+        emit({**as_json(comparison), "page": str(written)})
+    return 0

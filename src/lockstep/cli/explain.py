@@ -37,20 +37,11 @@ def run(arguments: Sequence[str]) -> int:
     except OSError as error:
         raise RunFailed(f"can't read {error.filename or args.run}: {error.strerror or error}") from error
     if args.json:
-        useful = explanation.goodput
-        emit({
-            "run": str(args.run),
-            "sentences": explanation.sentences,
-            "notes": explanation.notes,
-            "limits": [
-                {"name": each.name, "share": each.share, "gain": each.gain, "fact": each.fact, "remedy": each.remedy}
-                for each in explanation.limits
-            ],
-            "mfu": explanation.mfu,
-            "goodput": useful.share if useful is not None else None,
-            "wall_seconds": useful.wall if useful is not None else None,
-            "lost_seconds": useful.losses() if useful is not None else None,
-        })  # fmt: skip
+        useful, names = explanation.goodput, ("name", "share", "gain", "fact", "remedy")
+        share, wall, lost = (useful.share, useful.wall, useful.losses()) if useful is not None else (None, None, None)
+        values = {name: getattr(explanation, name) for name in ("sentences", "notes", "mfu")}
+        values["limits"] = [{name: getattr(each, name) for name in names} for each in explanation.limits]
+        emit({"run": str(args.run), **values, "goodput": share, "wall_seconds": wall, "lost_seconds": lost})
         return 0
     for sentence in explanation.sentences:
         echo(sentence)

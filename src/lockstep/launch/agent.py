@@ -31,7 +31,7 @@ from lockstep.core.control_groups import WhyKilled
 from lockstep.core.errors import Failure, Problem, Stopped, message_of, named_ranks
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.stopping import blocked_signals
-from lockstep.launch.ends import End, end_fields, end_of_fields, first_cause, with_cause
+from lockstep.launch.ends import CAUSED_BY_STOP, End, end_fields, end_of_fields, first_cause, with_cause
 from lockstep.launch.ends_file import gist
 from lockstep.launch.outcome import LaunchResult, print_on_stderr, stopped_by
 
@@ -45,13 +45,7 @@ _OF_ROUND = ("folder", "end", "stop", "save", "gone", "lost", "arrived")  # mess
 _PROXY_ENDS_S = 10.0
 _READY_S = 30.0  # that hosts have at least to end their ranks
 _ROOT = str(Path(__file__).parents[2])
-_OF_PAUSE = {
-    FailureKind.PAUSED,
-    FailureKind.STOPPED,
-    FailureKind.INTERRUPTED,
-    FailureKind.ENDED,
-    FailureKind.PEER_FAILED,
-}
+_OF_PAUSE = (FailureKind.PAUSED, *CAUSED_BY_STOP)
 
 
 class ProxyProcess:

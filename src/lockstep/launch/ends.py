@@ -52,6 +52,8 @@ _OF_PROCESS = {
     FailureKind.EXITED, FailureKind.CRASHED, FailureKind.KILLED, FailureKind.HOST_MEMORY, FailureKind.INTERRUPTED,
     FailureKind.PEER_FAILED,
 }  # fmt: skip
+CAUSED_BY_STOP = (FailureKind.STOPPED, FailureKind.INTERRUPTED, FailureKind.PEER_FAILED, FailureKind.ENDED)
+"""Kinds in which ranks end after a signal to all processes."""
 _OF_CONNECTIONS = ("requests.", "urllib3.", "botocore.", "socket")
 _OF_DEVICE = re.compile(r"CUDA error|NCCL error|uncorrectable ECC|CUBLAS_STATUS|CUDNN_STATUS")
 
@@ -246,17 +248,14 @@ def describe(rank: int, ends: Sequence[End | None], timeout: float, hosts: Seque
 def _timeout(ends: Sequence[End | None], since: float, timeout: float, hosts: Sequence[str]) -> str:
     """Return which ranks kept others waiting: those that had to be ended, or else those that failed later."""
     reported = [(rank, end) for rank, end in enumerate(ends) if end is not None]
-    missing = [rank for rank, end in reported if end.kind is FailureKind.ENDED] or [
-        rank for rank, end in reported if end.kind is FailureKind.PEER_FAILED and end.time > since + _LATE
-    ]
+    late = [rank for rank, end in reported if end.kind is FailureKind.PEER_FAILED and end.time > since + _LATE]
+    missing = [rank for rank, end in reported if end.kind is FailureKind.ENDED] or late
     if missing:
         waiting = [rank for rank, _ in reported if rank not in missing]
         others = named_ranks(waiting) if len(waiting) == 1 else "the others"
         return timeout_message(named_ranks(missing) + _places(missing, hosts), others, timeout)
-    return (
-        f"no rank hangs, and yet a collective took longer than {timeout:g} s (launch.timeout). Either not all ranks "
-        "call the same ones in the same order, or one is slow: then raise launch.timeout"
-    )
+    why = "Not all ranks call the same ones in the same order, or one is slow: then raise launch.timeout"
+    return f"no rank hangs, and yet a collective took longer than {timeout:g} s (launch.timeout). {why}"
 
 
 def _places(ranks: Sequence[int], hosts: Sequence[str]) -> str:

@@ -8,8 +8,7 @@
      "ranks": [{"rank": 1, "host": "b", "kind": "killed", "text": ..., "time": ...}],
      "logs": {"1": [0, 5120]}, "environment": {"host": "b", "packages": {...}, "variables": {...}}}
 
-`attempt` is the text of the run's lock, the same on all hosts. `logs` states where each rank's part of its log begins
-and ends. A launcher that is killed leaves no line: the lock then names an attempt of which there is none.
+`attempt` is the text of the run's lock, the same on all hosts. A launcher that is killed leaves no line.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any
 
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.files import MAX_JSON_BYTES, append_line, read_bounded
-from lockstep.core.formatting import first_sentence, size
+from lockstep.core.formatting import counted, first_sentence, size
 from lockstep.core.ranks import LAUNCHER
 from lockstep.core.secrets import shareable
 from lockstep.launch import streams
@@ -45,13 +44,7 @@ _FULL = 1 << 20  # bytes that are free on a disk that counts as full
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """The end of a rank, as it was recorded.
-
-    Attributes:
-        text: The `gist` of its message.
-        time: Seconds of the epoch.
-        samples, evaluation_set: What it was reading; see `End`.
-    """
+    """The end of a rank, as it was recorded; `text` is the gist of its message, `time` in seconds of the epoch."""
 
     rank: int
     host: str
@@ -67,7 +60,6 @@ class LaunchEnds:
     """A line of such a file.
 
     Attributes:
-        file, line: Where it is.
         cause: The rank that failed first; None: none did, or it isn't known.
         step: The last update that the run is known to have made.
         logs: Rank --> where its log began and ended, in bytes of the file.
@@ -103,7 +95,6 @@ def append_ends(
     """Append the line of this launch; do nothing if the folder is gone or can't be written.
 
     Args:
-        ends: By rank.
         hosts: The name of each rank's host.
         began: Sizes of the logs of this host's ranks, before they started.
     """
@@ -159,26 +150,21 @@ def _entries(file: Path) -> list[LaunchEnds]:
 
 
 def _entry(file: str, number: int, text: str) -> LaunchEnds | None:
-    def kind_of(record: Mapping[str, Any]) -> FailureKind:
-        return FailureKind[record["kind"].upper()]
-
     try:
         line = json.loads(text)
-        ranks = tuple(
-            RankEnd(
-                int(rank["rank"]), str(rank["host"]), kind_of(rank), str(rank["text"]), float(rank["time"]),
-                tuple(map(int, rank.get("samples", ()))), rank.get("evaluation_set"),
-            )
-            for rank in line["ranks"]
-        )  # fmt: skip
         logs = {int(rank): (int(start), int(end)) for rank, (start, end) in line["logs"].items()}
         cause, step = (None if line[name] is None else int(line[name]) for name in ("cause", "step"))
-        return LaunchEnds(
-            file, number, str(line["attempt"]), float(line["time"]), kind_of(line), str(line["text"]), cause,
-            step, ranks, logs, dict(line["environment"]),
-        )  # fmt: skip
+        ranks, environment = tuple(map(_rank_end, line["ranks"])), dict(line["environment"])
+        facts = (str(line["attempt"]), float(line["time"]), FailureKind[line["kind"].upper()], str(line["text"]))
+        return LaunchEnds(file, number, *facts, cause, step, ranks, logs, environment)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
+
+
+def _rank_end(rank: Mapping[str, Any]) -> RankEnd:
+    samples = tuple(map(int, rank.get("samples", ())))
+    facts = (int(rank["rank"]), str(rank["host"]), FailureKind[rank["kind"].upper()])
+    return RankEnd(*facts, str(rank["text"]), float(rank["time"]), samples, rank.get("evaluation_set"))
 
 
 def last_step(metrics: Path) -> int | None:
@@ -233,20 +219,16 @@ def decided_ends(run: Path) -> list[LaunchEnds]:
 def survived_failures(run: Path, most: int) -> str:
     """Return a sentence about the failures after which ranks were started again, the newest last; empty: none."""
     entries = _decisions(run)
-    if not (is_finished(run) or held_by(run) is not None):
-        while entries and entries[-1].is_refused:
-            entries.pop()
-        entries = entries[:-1]
     failures = [entry for entry in entries if _is_failure(entry)]
+    if not (is_finished(run) or held_by(run) is not None):  # it has ended with the last
+        trained = [entry for entry in entries if not entry.is_refused]
+        failures = [entry for entry in failures if entry is not trained[-1]]
     if not failures:
         return ""
-    shown = [
-        f"{first_sentence(entry.text)}{f' (after step {entry.step:,})' if entry.step is not None else ''}"
-        for entry in failures[-most:]
-    ]
-    number = "one failure" if len(failures) == 1 else f"{len(failures)} failures"
-    newest = ", the newest of which are" if len(failures) > most else ""
-    return f"It survived {number}{newest}: {'; then '.join(shown)}."
+    after = [f" (after step {entry.step:,})" if entry.step else "" for entry in failures]
+    texts = [first_sentence(entry.text) + step for entry, step in zip(failures, after, strict=True)]
+    newest = ", most recently" if len(failures) > most else ""
+    return f"It survived {counted(len(failures), 'failure')}{newest}: {'; then '.join(texts[-most:])}."
 
 
 def failure_before_refusals(run: Path) -> LaunchEnds | None:

@@ -5,10 +5,7 @@
     not moved until `end_after`           --> it is killed, and all ranks start again
     it is stopped, and others aren't      --> continued (SIGCONT) when it is named
 
-    rank 1 hangs fetching data at data.py:33 in __getitem__ (update 12, sample 311)
-
-A rank is named for what is certain: it doesn't move, and the others wait for it. Time doesn't count in which the
-launcher itself didn't run: the whole job was stopped, the host was suspended.
+Time in which the launcher itself was stopped doesn't count.
 """
 
 from __future__ import annotations
@@ -81,8 +78,7 @@ class Sight:
 
     Attributes:
         place: Its number on this host.
-        mark: Time of its last mark.
-        age: Seconds since then that count.
+        mark, age: Time of its last mark, and the seconds since then that count.
         waits: Whether it is in a collective.
         state: The kernel's letter for the state of its process, if it hasn't moved for a while.
         step: The update of the run that it makes, from 1.
@@ -107,6 +103,10 @@ class Sight:
     reading: Reading | None = None
     worker: Worker | None = None
     limit: float = 0.0
+
+    @property
+    def is_outside_training(self) -> bool:
+        return self.stage is not Stage.TRAINING and (self.stage is not Stage.UNKNOWN or self.phase is Phase.HOST)
 
     @property
     def where(self) -> str:
@@ -140,10 +140,8 @@ class Hang:
 def hang_text(hang: Hang) -> str:
     """Return the message about ranks that hang: what they do, and where."""
     if hang.collectives:
-        whom = "the ranks wait in collectives that don't match"
-        return (
-            f"{whom if hang.culprits else 'the ranks of this host wait for those of other hosts'}: {hang.collectives}"
-        )
+        where = "collectives that don't match" if hang.culprits else "collectives, for other hosts"
+        return f"the ranks wait in {where}: {hang.collectives}"
     culprit = hang.culprits[0]
     frames = hang.frames_of(culprit.process)
     line = line_of(frames)
@@ -247,12 +245,10 @@ class HangWatch:
     """Watches the ranks of this host.
 
     Attributes:
-        heartbeats: By place.
         logs: Of the run, for the stacks; None: they are kept nowhere.
         first: The first of the ranks among all.
         alone: Whether there are no other hosts.
         times: What the rounds before have learned.
-        interval: Seconds between two looks.
     """
 
     options: Watchdog
@@ -362,10 +358,7 @@ class HangWatch:
     def _is_outside(self, sight: Sight) -> bool:
         """Return whether the rank is outside of its updates, or in the first of the launch, which may compile."""
         is_first = not sight.updates and not self._first_before
-        is_in_updates = sight.stage is Stage.TRAINING or (
-            sight.stage is Stage.UNKNOWN and sight.phase is not Phase.HOST
-        )
-        return not is_in_updates or is_first or sight.phase in _OUTSIDE
+        return sight.is_outside_training or is_first or sight.phase in _OUTSIDE
 
     def _is_overdue(self, sight: Sight) -> bool:
         return sight.age > sight.limit - _EARLIER * self.interval
@@ -401,10 +394,8 @@ class HangWatch:
         frames = {sight.rank: Hang((), stacks, records).frames_of(sight.process) for sight in sights}
         if any(map(is_debugged, frames.values())):
             return None
-        workers = {each.worker.process: beats[each.rank] for each in sights if each.worker and each.rank in beats}
-        stacks |= write_stacks(
-            {process: beat for process, beat in workers.items() if state(process) not in ("", "T", "Z")}
-        )
+        readers = {each.worker.process: beats[each.rank] for each in sights if each.worker and each.rank in beats}
+        stacks |= write_stacks({pid: beat for pid, beat in readers.items() if state(pid) not in ("", "T", "Z")})
         if stopped := tuple(sight for sight in suspects if sight.state == "T"):
             return Hang(stopped, stacks, records, is_stopped=True)
         idle = [sight for sight in sights if not waits_in_collective(frames[sight.rank], marked=sight.waits)]
@@ -433,10 +424,7 @@ class HangWatch:
         if not culprits or options.end_after is None:
             return None
         limit = max(each.limit for each in culprits)
-        stages = {
-            each.stage if each.stage is not Stage.UNKNOWN or each.phase is Phase.HOST else None for each in culprits
-        }
-        if stages <= {Stage.START, Stage.END, Stage.UNKNOWN}:
+        if all(each.is_outside_training for each in culprits):
             return None if options.end_start_after is None else max(options.end_start_after, _AGAIN * limit)
         seconds = max(options.end_after, (_LONG if all(map(self._is_outside, culprits)) else _AGAIN) * limit)
         is_late = max(each.age for each in culprits) > seconds  # a compilation, which was named later than its limit

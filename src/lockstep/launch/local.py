@@ -32,7 +32,7 @@ from lockstep.core.stopping import handled_signals, stop_code
 from lockstep.launch import streams
 from lockstep.launch.agent import FollowerRounds, Hosts, LaunchState
 from lockstep.launch.devices import check_ranks
-from lockstep.launch.ends import End, describe, first_cause, with_cause
+from lockstep.launch.ends import CAUSED_BY_STOP, End, describe, first_cause, with_cause
 from lockstep.launch.ends_file import append_ends, gist
 from lockstep.launch.forking import may_fork
 from lockstep.launch.other_launchers import (
@@ -48,17 +48,8 @@ from lockstep.launch.supervision import Rounds
 from lockstep.launch.worker_group import Ranks, Round, SignalRequests, watch
 
 _UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script
-_GUARD = (
-    "the script starts ranks as it is imported, and its ranks, which are fresh interpreters, import it: put the call "
-    'under `if __name__ == "__main__":`'
-)
+_GUARD = 'ranks are fresh interpreters, which import the script: put the call under `if __name__ == "__main__":`'
 _SHARE_OF_GRACE = 0.8
-_CAUSED_BY_STOP = (
-    FailureKind.STOPPED,  # by a signal to all processes
-    FailureKind.INTERRUPTED,
-    FailureKind.PEER_FAILED,  # ranks that stop break their connections
-    FailureKind.ENDED,
-)
 _RAISED = (FailureKind.EXCEPTION, FailureKind.DEVICE, FailureKind.PEER_FAILED)
 
 
@@ -246,7 +237,7 @@ def _unless_stopped(
     text = f"stopped {'at once by a second signal, ' if requests.stops > 1 else 'by '}{stop.name}"
     kind = FailureKind.STOPPED if requests.stops > 1 else kind_of_stop(stop_code(stop))
     end = ends[cause]
-    if end.kind in _CAUSED_BY_STOP:
+    if end.kind in CAUSED_BY_STOP:
         return LaunchResult(kind, text, cut_off=True)
     if rounds is not None and end.kind.retry is not Retry.NEVER:
         text = f"{text}; its ranks don't start again after a failure: {result.text}"

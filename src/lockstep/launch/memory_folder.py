@@ -5,8 +5,7 @@
     |- attempts                           the run's attempts.jsonl when it was last used
     '- checkpoints/step-00000470/         snapshots
 
-A launcher that is killed leaves its folder: the next start of the same run on this host resumes from it, and a start of
-any other run removes it after an hour.
+The next start of the same run resumes from the folder of a killed launcher; other runs remove it after an hour.
 """
 
 from __future__ import annotations

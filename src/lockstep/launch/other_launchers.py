@@ -27,16 +27,11 @@ def read_at_start(variables: Mapping[str, str]) -> list[str]:
 def refuse_unsettable(variables: Mapping[str, str]) -> None:
     """Raise ConfigError for variables of `launch.environment` that can't be set only for the ranks."""
     own = {*RankEnvironment().variables(), STORE_FD, LAUNCHER, NODES, ADDRESS}
-    problems = [
-        Problem("", f"launch.environment.{name}", "is set for each rank by the launcher; leave it out")
-        for name in variables
-        if name in own
-    ]
+    reasons = {name: "is set for each rank by the launcher; leave it out" for name in variables if name in own}
     if "PYTHONPATH" in variables:
-        message = "ranks look for modules where the process does that starts them; export it before you start that"
-        problems.append(Problem("", "launch.environment.PYTHONPATH", message))
-    if problems:
-        raise ConfigError(problems)
+        reasons["PYTHONPATH"] = "is read by the process that starts the ranks; export it before that"
+    if reasons:
+        raise ConfigError([Problem("", f"launch.environment.{name}", why) for name, why in reasons.items()])
 
 
 @contextlib.contextmanager

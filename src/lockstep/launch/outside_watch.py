@@ -1,11 +1,8 @@
 """The watch over ranks that another launcher has started (torchrun, srun): a process beside them, one on each host.
 
-    the ranks of a host   --> tell each other where their heartbeats are, when they have joined
-    the first of them     --> opens those of all (/proc/PID/fd), and starts a process that inherits them
-    the process           --> the launcher's own watch: it names a rank that hangs, on that rank's stderr, and kills
-                              it, so that the launcher notices; it ends with the last rank
-
-A thread of a rank could do neither, while that rank holds the interpreter's lock.
+The first rank of a host opens the heartbeats of all (/proc/PID/fd), and starts a process that inherits them. It names
+a rank that hangs and kills it, so that the launcher notices. A thread couldn't, while its rank holds the interpreter's
+lock.
 """
 
 from __future__ import annotations
@@ -44,12 +41,9 @@ _TICK_S = 0.1
 
 @contextlib.contextmanager
 def watched_from_outside(config: Config, logs: Path | None) -> Iterator[Callable[[Control], None]]:
-    """Yield a function that lets this rank and the others of its host be watched until the block ends.
+    """Yield a function, which all ranks call together, that lets them be watched until the block ends.
 
-    All ranks call it together, when they have joined. It does nothing under Lockstep's launcher, which watches them.
-
-    Args:
-        logs: Of the run, for the stacks of a rank that hangs.
+    It does nothing under Lockstep's launcher, which watches them.
     """
     options = config.recovery.watchdog
     if not options.enabled or not names_a_rank(os.environ) or started_by_lockstep(os.environ):

@@ -172,11 +172,9 @@ async def _run(channel: int, listener: int, parent: int) -> None:
     streams = await asyncio.open_unix_connection(sock=socket.socket(fileno=channel))
     launcher = Link(streams)
     order = await launcher.receive()
-    proxy = loop.create_task(
-        Leader(launcher, order).run(socket.socket(fileno=listener))
-        if listener >= 0
-        else Follower(launcher, order).run()
-    )
+    leads = listener >= 0
+    running = Leader(launcher, order).run(socket.socket(fileno=listener)) if leads else Follower(launcher, order).run()
+    proxy = loop.create_task(running)
     with contextlib.suppress(ProcessLookupError):  # its ranks have copies of the channel, which may stay open longer
         handle = os.pidfd_open(parent)
 

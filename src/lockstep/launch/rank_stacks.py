@@ -4,15 +4,12 @@
              <-- its file ------- File "model.py", line 33 in forward ...
     launcher -- bell --> a thread of the rank: collectives that aren't complete, other threads' stacks --> its file
 
-    the log of a rank that has died of an abort or a crash ends with what C++ code has printed:
+The log of a rank that has died of an abort or a crash ends with what C++ code has printed, and a stack:
 
     terminate called after throwing an instance of 'gloo::EnforceNotMet'
       what():  ... Received data size doesn't match expected size ...      --> the reason
     Fatal Python error: Aborted
       File "model.py", line 12 in forward                                  --> the line
-
-A stopped process writes none; nor does one that waits in the kernel for a disk that doesn't answer. The main thread
-writes only its own stack: without the interpreter's lock, that of a thread that runs may be freed while it is read.
 """
 
 from __future__ import annotations
@@ -177,20 +174,13 @@ def write_stacks(processes: Mapping[int, Heartbeat]) -> dict[int, str]:
             sizes, changed = now, time.monotonic()
         elif all(sizes[process] > began[process] for process in began) and time.monotonic() - changed > _QUIET_S:
             break
-    return {
-        process: os.pread(files[process], sizes[process] - start, start).decode(errors="replace").strip()
-        for process, start in began.items()
-    }
+    written = {process: os.pread(files[process], sizes[process] - start, start) for process, start in began.items()}
+    return {process: text.decode(errors="replace").strip() for process, text in written.items()}
 
 
 def _signal_main_thread(process: int) -> None:
     """Request its stack. A signal for the process may be taken by another thread while one is pending on this one."""
-    signal_thread = getattr(ctypes.CDLL(None), "tgkill", None)  # since glibc 2.30
-    if signal_thread is not None:
-        signal_thread(process, process, STACKS_SIGNAL)
-        return
-    with suppress(ProcessLookupError):
-        os.kill(process, STACKS_SIGNAL)
+    ctypes.CDLL(None).tgkill(process, process, STACKS_SIGNAL)
 
 
 def raising_line(text: str) -> Frame | None:
@@ -250,9 +240,8 @@ def _threads(text: str) -> list[str]:
     """Return the stacks of the threads, the main one's first: a rank's has its entry, and receives the signal."""
     starts = [match.start() for match in _THREAD.finditer(text)]
     threads = [text[start:end].strip() + "\n" for start, end in pairwise([*starts, len(text)])] if starts else []
-    return sorted(
-        threads, key=lambda thread: (f" in {_ENTRY}\n" not in thread, not thread.startswith(("Current", "Stack")))
-    )
+    current = ("Current", "Stack")
+    return sorted(threads, key=lambda thread: (f" in {_ENTRY}\n" not in thread, not thread.startswith(current)))
 
 
 def _shown(file: str) -> str:

@@ -94,10 +94,8 @@ AWS = AwsLauncher()
 
 
 def _notes(command: JobCommand, options: AwsOptions) -> list[str]:
-    notes = [
-        "when it has ended, the instances, their disks and objects are removed: by `--follow`, `follow` or "
-        f"`cancel`; the instances terminate themselves, after {options.max_hours:g} hours at the latest"
-    ]
+    end = f"the instances terminate themselves, after {options.max_hours:g} hours at the latest"
+    notes = [f"{end}; `follow` or `cancel` removes what is left of the job"]
     if command.starts_run and command.in_folder:
         notes.append(f"checkpoints: {checkpoints(command, options)}; they stay there")
     return notes

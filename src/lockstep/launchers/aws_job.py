@@ -163,9 +163,8 @@ def remove(aws: AwsCalls, job: AwsJob, *, settle: bool = False, keep_objects: bo
         if not keep_objects and JobObjects(aws, job).delete():
             removed.append("objects")
     except Failure as failure:
-        raise RunFailed(
-            f"something of job {job.identifier} may be left, and be paid for ({failure}); try again: {job.cancel_line}"
-        ) from None
+        left = f"something of job {job.identifier} may be left, and be paid for ({failure})"
+        raise RunFailed(f"{left}; try again: {job.cancel_line}") from None
     return removed
 
 
@@ -265,10 +264,8 @@ class JobObjects:
 
     def _read(self, name: str, **range_: str) -> bytes | None:
         """Return an object; None: it isn't there, or has nothing in this range."""
-        missing = ("NoSuchKey", "404", "InvalidRange")
-        reply = self._aws.call(
-            "s3", "get_object", accept=missing, Bucket=self._job.bucket, Key=self._job.key(name), **range_
-        )
+        where = {"Bucket": self._job.bucket, "Key": self._job.key(name), **range_}
+        reply = self._aws.call("s3", "get_object", accept=("NoSuchKey", "404", "InvalidRange"), **where)
         return bytes(reply["Body"]) if reply else None
 
 
@@ -381,10 +378,8 @@ class FollowedJob:
         try:
             number = self._objects.fetch(folder, nodes)
         except RunFailed as failure:
-            left = (
-                f"the results stay in {self.job.place}, and are paid for: lockstep launch aws follow "
-                f"{self.job.identifier} fetches them, and cancel deletes them"
-            )
+            ways = f"lockstep launch aws follow {self.job.identifier} fetches them, and cancel deletes them"
+            left = f"the results stay in {self.job.place}, and are paid for: {ways}"
             try:
                 remove(self._aws, self.job, keep_objects=True)
             except RunFailed as second:
@@ -405,10 +400,10 @@ class FollowedJob:
             with undo_on_stop(lambda: write_stderr(rest)):
                 wait_until(lambda: self.state().code is not None, _STOPPING_S, _POLL_S)
             self._objects.print_log()
+        except RunFailed as failure:
+            write_stderr(f"the run could not be asked to save: {failure}")
         except ConfigError:  # nothing is left
             return
-        except Failure as failure:
-            write_stderr(f"the run could not be asked to save: {failure}")
 
     def _remembered(self) -> Mapping[str, Any]:
         if self._record_file is None:

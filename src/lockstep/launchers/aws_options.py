@@ -18,10 +18,7 @@ from lockstep.strategies.section import Positive, Section
 DEFAULT_AMI = "ssm:/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
 
 _BUCKET = re.compile(r"(s3://)?(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?P<prefix>(/[A-Za-z0-9._=-]+)*)/?")
-_SECRET = (
-    "and every process of an instance can read its user data; keep it in Secrets Manager, and read it in a line of "
-    "--setup"
-)
+_SECRET = "which all processes of an instance could read; keep it in Secrets Manager, and read it in a line of --setup"
 
 
 class AwsOptions(Section):
@@ -92,8 +89,7 @@ def _malformed(options: AwsOptions) -> Iterator[Problem]:
         if getattr(options, name) is None:
             yield Problem(f"--{name.replace('_', '-')}", "", f"is missing; give {what}")
     if options.bucket is not None and not _BUCKET.fullmatch(options.bucket):
-        message = f"{options.bucket!r} is not BUCKET or BUCKET/PREFIX, such as my-bucket/lockstep"
-        yield Problem("--bucket", "", message)
+        yield Problem("--bucket", "", f"{options.bucket!r} is not BUCKET or BUCKET/PREFIX, such as my-bucket/lockstep")
     for text in options.tag:
         if not re.fullmatch(r"(?!aws:)[^=\n]+=[^\n]*", text):
             yield Problem("--tag", "", f"{text!r} is not KEY=VALUE, such as team=vision")

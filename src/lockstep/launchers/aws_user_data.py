@@ -53,11 +53,8 @@ finish() {{
     shutdown -h now
 }}
 
-# The log is sent again when it has grown.
 send_log() {{
-    size=$(stat -c %s "$home/log")
-    [ "$size" = "$(cat "$home/sent")" ] && return
-    aws s3 cp --quiet "$home/log" "$bucket/logs/$node" && echo "$size" > "$home/sent"
+    aws s3 cp --quiet "$home/log" "$bucket/logs/$node"
 }}
 
 metadata() {{
@@ -88,7 +85,6 @@ watcher=
 node=unknown
 mkdir -p "$home/project"
 cd "$home/project"
-echo 0 > "$home/sent"
 exec > "$home/log" 2>&1
 trap finish EXIT
 node=$(metadata ami-launch-index)

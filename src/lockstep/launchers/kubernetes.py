@@ -182,9 +182,8 @@ def _ask(target: _Target) -> _ClusterJob:
     except RunFailed as failure:
         if "NotFound" not in str(failure):
             raise
-        raise ConfigError(
-            f"Kubernetes knows no {target.identifier}: canceled, ended more than a week ago, or in another context"
-        ) from None
+        why = "canceled, ended more than a week ago, or in another context"
+        raise ConfigError(f"Kubernetes knows no {target.identifier}: {why}") from None
     selector = _LABEL.format(target.name)
     listed = _asked((*target.kubectl, "get", "pods", f"--selector={selector}", "--output=json"))
     pods = sorted(json.loads(listed)["items"], key=lambda pod: str(pod["metadata"]["creationTimestamp"]))

@@ -1,9 +1,7 @@
-"""The manifests of a job on Kubernetes: an Indexed Job, and for several pods a headless Service; and their options.
+"""The manifests of a job on Kubernetes, and its options: an Indexed Job, and for several pods a headless Service.
 
-NAME-0.NAME is the first pod's address. Of several pods each has a launcher. The job's token is in no manifest, only the
-name of the Secret that holds it.
-
-Names, labels, images and amounts are Kubernetes' to check: the server tries the manifests first.
+NAME-0.NAME is the first pod's address. Names, labels, images and amounts are Kubernetes' to check: the server tries the
+manifests first.
 """
 
 from __future__ import annotations
@@ -94,17 +92,14 @@ def check(command: JobCommand, options: KubernetesOptions) -> None:
     problems = [*_malformed(options), *_misfitting(command, options)]
     problems += node_problems(command, options.nodes, "in one pod")
     problems += variable_problems(options.env, _SECRET)
-    if not problems:
-        problems += _lost(command, options)
-    if problems:
+    if problems := problems or [*_lost(command, options)]:
         raise ConfigError(problems)
 
 
 def _malformed(options: KubernetesOptions) -> Iterator[Problem]:
     for text in options.volume:
         if not _VOLUME.fullmatch(text) or ".." in text.split("/") or not text.isprintable():
-            message = f"{shortened(text)} is not CLAIM:/PATH or CLAIM:/PATH:ro, such as work:/work"
-            yield Problem("--volume", "", message)
+            yield Problem("--volume", "", f"{shortened(text)} is not CLAIM:/PATH or CLAIM:/PATH:ro, such as work:/work")
     for text in options.label:
         if "=" not in text:
             yield Problem("--label", "", f"{shortened(text)} is not KEY=VALUE, such as team=vision")
@@ -119,10 +114,7 @@ def _misfitting(command: JobCommand, options: KubernetesOptions) -> Iterator[Pro
     if options.retries and not options.restart:
         yield Problem("--retries", "", "needs pods that start again; leave out --no-restart")
     if options.restart and command.restart_words != command.words:
-        message = (
-            "would start over with each pod that is started again; give --no-restart too, or start from them once and "
-            "then leave them out"
-        )
+        message = "would start over with each pod that is started again; give --no-restart too, or start from them once"
         yield Problem("--fresh, --from, --fork", "", message)
 
 
@@ -132,11 +124,8 @@ def _lost(command: JobCommand, options: KubernetesOptions) -> Iterator[Problem]:
     folder = _in_pod(place or str(command.run_folder), options)
     claim = _claim_of(folder, options)
     if command.starts_run and not is_address(str(place)) and (claim is None or claim[2]):
-        where = "no volume" if claim is None else f"the read-only volume {claim[0]}"
-        message = (
-            f"would be lost with the pod: {folder} is in {where}; give --volume CLAIM:{folder.parent} or another that "
-            "holds it, or checkpoint.folder=s3://BUCKET/PREFIX"
-        )
+        remedy = f"give --volume CLAIM:{folder.parent}, or checkpoint.folder=s3://BUCKET/PREFIX"
+        message = f"would be lost with the pod: {folder} is in no volume that can be written; {remedy}"
         yield Problem("", "run.folder" if place is None else "checkpoint.folder", message)
 
 
@@ -179,18 +168,14 @@ def documents(command: JobCommand, options: KubernetesOptions, name: str) -> lis
 
 def text_of(manifests: Sequence[Mapping[str, Any]], command: JobCommand) -> str:
     """Return the manifests as YAML, with a comment about their use."""
-    parts = [
-        f"# {as_comment(command.typed)}",
-        "# Written by that command, to be read, changed and created again: kubectl create --filename="
-        + as_comment(shlex.quote(f"{command.folder}/job.yaml")),
-    ]
+    again = f"kubectl create --filename={shlex.quote(f'{command.folder}/job.yaml')}"
+    parts = [command.typed, f"Written by that command, to be read, changed and created again: {again}"]
     if TOKEN in str(manifests):
-        name = manifests[-1]["metadata"]["name"]
-        parts += [
-            "# The pods prove to each other that they know a secret, which that command also makes:",
-            f"# openssl rand -hex 32 | kubectl create secret generic {name} --from-file={TOKEN}=/dev/stdin",
-        ]
-    return "".join([*(f"{part}\n" for part in parts), *(f"---\n{as_yaml(manifest)}" for manifest in manifests)])
+        secret = f"kubectl create secret generic {manifests[-1]['metadata']['name']} --from-file={TOKEN}=/dev/stdin"
+        parts.append("The pods prove to each other that they know a secret, which that command also makes:")
+        parts.append(f"openssl rand -hex 32 | {secret}")
+    head = [f"# {as_comment(part)}\n" for part in parts]
+    return "".join([*head, *(f"---\n{as_yaml(manifest)}" for manifest in manifests)])
 
 
 # --- objects --------------------------------------------------------------------------------------------------------
@@ -207,11 +192,8 @@ def _metadata(options: KubernetesOptions, name: str) -> dict[str, Any]:
 
 
 def _service(options: KubernetesOptions, name: str) -> dict[str, Any]:
-    spec = {
-        "clusterIP": "None",
-        "publishNotReadyAddresses": True,
-        "selector": {"batch.kubernetes.io/job-name": name},
-    }
+    selector = {"batch.kubernetes.io/job-name": name}
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
     return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(options, name), "spec": spec}
 
 
@@ -232,18 +214,14 @@ def _failures(options: KubernetesOptions) -> dict[str, Any]:
         return {}
 
     def on_code(action: str, operator: str, *codes: int) -> dict[str, Any]:
-        return {
-            "action": action,
-            "onExitCodes": {"containerName": _CONTAINER, "operator": operator, "values": list(codes)},
-        }
+        exits = {"containerName": _CONTAINER, "operator": operator, "values": list(codes)}
+        return {"action": action, "onExitCodes": exits}
 
     taken = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     final = (ConfigError.exit_code, VerificationError.exit_code, Stopped.exit_code)
     ends = on_code("FailJob", "In", *final) if options.retries else on_code("FailJob", "NotIn", Paused.exit_code)
-    return {
-        "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {"rules": [on_code("Ignore", "In", Paused.exit_code), taken, ends]},
-    }
+    rules = [on_code("Ignore", "In", Paused.exit_code), taken, ends]
+    return {"podReplacementPolicy": "Failed", "podFailurePolicy": {"rules": rules}}
 
 
 # --- pods -----------------------------------------------------------------------------------------------------------
@@ -313,11 +291,8 @@ def _arguments(command: JobCommand, options: KubernetesOptions, name: str) -> It
 
 
 def _environment(options: KubernetesOptions, name: str) -> Iterator[dict[str, Any]]:
-    for variable, value in {
-        "HOME": "/tmp",
-        "USER": "lockstep",
-        **pairs(options.env),
-    }.items():  # the user id may have no name
+    own = {"HOME": "/tmp", "USER": "lockstep"}  # the user id may have no name
+    for variable, value in {**own, **pairs(options.env)}.items():
         yield {"name": variable, "value": value.replace("$(", "$$(")}
     for secret, _, key in (text.partition(":") for text in options.env_secret if ":" in text):
         yield {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}

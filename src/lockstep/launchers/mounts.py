@@ -38,9 +38,7 @@ def mount_problems(
         path = folder / Path(text).expanduser()
         if not _is_seen(path, mounts):
             real = plain_line(os.path.realpath(path))
-            why = (
-                f"the containers don't see {real} at this path; give {flag} {shlex.quote(f'{real}:{real}{read_only}')}"
-            )
+            why = f"the containers don't see it; give {flag} {shlex.quote(f'{real}:{real}{read_only}')}"
             problems.append(Problem(plain_line(text), "", why))
     place = command.checkpoint_folder
     kept = folder / (place or command.run_folder)

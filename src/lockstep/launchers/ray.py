@@ -102,9 +102,7 @@ def _misfitting(command: JobCommand, options: RayOptions) -> Iterator[Problem]:
         why = "would start over with each retry; leave out --retries, or start from them once"
         yield Problem("--fresh, --from, --fork", "", why)
     if options.address is not None and not _ADDRESS.fullmatch(options.address):
-        yield Problem(
-            "--address", "", f"{options.address!r} is no address of Ray's dashboard, such as http://HEAD:8265"
-        )
+        yield Problem("--address", "", f"{options.address!r} is no dashboard's address, such as http://HEAD:8265")
     for text in options.resource:
         if not _RESOURCE.fullmatch(text):
             yield Problem("--resource", "", f"{text!r} is not NAME=AMOUNT, such as accelerator_type:H100=0.001")

@@ -101,11 +101,8 @@ def _check(command: JobCommand, options: SshOptions, hosts: Sequence[NamedHost])
             checked_address(options.rendezvous)
         except ValueError as error:
             problems.append(Problem("--rendezvous", "", str(error)))
-    problems += [
-        Problem("--ssh", "", f"{word!r} is not an option of it; write --ssh=-p2222")
-        for word in options.ssh
-        if not re.fullmatch(r"-[A-Za-z0-9].*", word)
-    ]
+    wrong = [word for word in options.ssh if not re.fullmatch(r"-[A-Za-z0-9].*", word)]
+    problems += [Problem("--ssh", "", f"{word!r} is not an option of it; write --ssh=-p2222") for word in wrong]
     if problems:
         raise ConfigError(problems)
 

@@ -47,9 +47,7 @@ def execute(words: Sequence[str], remedy: str = "", given: str | None = None, *,
         given: Its stdin; None: this process's.
     """
     try:
-        done = subprocess.run(
-            words, input=given, capture_output=True, text=True, errors="replace", timeout=patience_s, check=False
-        )
+        done = subprocess.run(words, input=given, capture_output=True, text=True, errors="replace", timeout=patience_s)
     except OSError:
         raise RunFailed(f"{words[0]} is not installed here{f'; {remedy}' if remedy else ''}") from None
     except subprocess.TimeoutExpired:
