@@ -114,7 +114,8 @@ def run_rounds(job: Job, settings: Settings, stop: StopRequest) -> Iterator[Chao
     kinds = applicable(job.config, settings.kinds, settings.world, settings.steps)
     rounds = _Rounds(job, settings, stop)
     import_ahead(imports_ahead(job.config))
-    _set_threads(settings.world.size)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(settings.world.size)))  # on however many hosts
+    torch.set_num_threads(1)  # this process will be forked
     rounds.train_undisturbed()
     rounds.prepare(kinds)
     if not settings.kinds and not references.can_be_halved(rounds.undisturbed):
@@ -126,12 +127,6 @@ def run_rounds(job: Job, settings: Settings, stop: StopRequest) -> Iterator[Chao
         yield rows[-1]
     if not settings.keep and all(row.passed for row in rows):
         shutil.rmtree(settings.folder)
-
-
-def _set_threads(ranks: int) -> None:
-    """Give all ranks the same number of threads, on however many hosts, and this process one: it will be forked."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
-    torch.set_num_threads(1)
 
 
 def free_folder(chosen: Path | None, recipe: str) -> Path:

@@ -25,23 +25,17 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
 
 _EPILOG = f"""{CONFIG_EPILOG}
-Trains a short run of the recipe, then the same run once a round with a fault at a random update, phase and rank. Each
-kind of fault comes equally often:
-  kill, exit, raise         a rank is killed (SIGKILL), exits, raises an exception
-  stop, hang, gil           a rank is stopped (SIGSTOP), hangs, holds the interpreter's lock
-  collective                a rank calls a collective that the others don't
-  sample                    a sample can't be read, once
-  flip                      a byte of the newest checkpoint is flipped, and all ranks are killed
+Trains a short run of the recipe, then the same run once a round with a fault at a random update, phase and rank:
+  kill, exit, raise, stop   a rank is killed (SIGKILL), exits, raises an exception, is stopped (SIGSTOP)
+  hang, gil, collective     it hangs, holds the interpreter's lock, calls a collective that the others don't
+  sample, flip              a sample can't be read; a byte of a checkpoint is flipped
   full, readonly, gone, slow      the disk in a save
-  oom                       memory runs out until micro-batches are smaller
-  nan, diverge              a NaN in an update; a bit of a parameter on one rank
-  host, partition, one-way, slow-link      with --nodes N: a host's launcher is killed and started again; its link is
-                            cut for 8 s, or loses what it sends for as long, or is slow
-  shrink                    with --nodes MIN:MAX: a host is lost for good
-Each run must recover by itself, and end as the undisturbed one on one host: bitwise the same losses and state. After
-oom and shrink it must end bitwise as the one that is resumed at that update with smaller micro-batches, or on fewer
-ranks; after nan as the one that leaves out the same samples. With --nodes the hosts are network namespaces of
-this machine, which need root. Exit codes: 0 all rounds did, 3 one did not."""
+  oom, nan, diverge         memory runs out; a NaN in an update; a bit of a parameter on one rank
+  host, partition, one-way, slow-link, shrink      with --nodes: a host's launcher is killed and started again; its link
+                            is cut for 8 s, loses what it sends, or is slow; a host is lost for good (MIN:MAX)
+Each run must recover by itself, and end bitwise with the losses and state of the undisturbed one on one host: after oom
+and shrink of one that is resumed there with smaller micro-batches or fewer ranks, after nan of one that leaves out the
+same samples. Hosts are network namespaces of this machine, which need root. Exit code 3: a round didn't end so."""
 _COLUMNS = "{:>5}  {:<10} {:>4} {:>5}  {:<13} {:>9} {:>6}  {}"
 
 
@@ -120,7 +114,8 @@ def _disturb(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
         raise Stopped(f"{stopped} in round {len(rows) + 1} of {args.rounds}; {text}")
     if failed:
         raise VerificationError(text)
-    echo(f"\nall {len(rows)} runs recovered by themselves, and ended as the undisturbed one, bitwise{_but(rows)}")
+    but = ", or as its reference" if {row.fault for row in rows} & {OOM, SHRINK, NAN} else ""
+    echo(f"\nall {len(rows)} runs recovered by themselves, and ended as the undisturbed one, bitwise{but}")
     return 0
 
 
@@ -129,17 +124,6 @@ def _show(row: ChaosRow, number: int) -> None:
     redone = "-" if row.steps_redone is None else str(row.steps_redone)
     cells = (number, row.fault, row.rank, row.step, row.phase, seconds, redone, _result(row))
     echo(_COLUMNS.format(*cells), flush=True)
-
-
-def _but(rows: Sequence[ChaosRow]) -> str:
-    """Return as what the rounds of some kinds end instead."""
-    kinds = {
-        OOM: "is resumed with smaller micro-batches",
-        SHRINK: "is resumed with fewer ranks",
-        NAN: "leaves out the same samples",
-    }
-    seen = {row.fault for row in rows}
-    return "".join(f", after {kind} as the one that {what}" for kind, what in kinds.items() if kind in seen)
 
 
 def _result(row: ChaosRow) -> str:

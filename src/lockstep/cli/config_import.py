@@ -88,13 +88,9 @@ def _list_keys(imported: ImportedConfig, to: TextIO) -> None:
 def _settings_and_reason(finding: ImportedKey) -> str:
     from lockstep.config.wording import yaml_like
 
-    written = ", ".join(f"{key}: {_unquoted(yaml_like(value))}" for key, value in finding.answer.settings.items())
+    written = ", ".join(f"{key}: {yaml_like(value)}" for key, value in finding.answer.settings.items())
     why = finding.answer.why
     return f"{written} ({why})" if written and why else written or why
-
-
-def _unquoted(text: str) -> str:
-    return text[1:-1] if text[:1] == text[-1:] == "'" and len(text) > 2 else text
 
 
 def _as_json(imported: ImportedConfig) -> dict[str, object]:

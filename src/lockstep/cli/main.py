@@ -77,14 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         requested = requested_bytes(error)
         _print_error("out of memory" + (f": {requested:,} bytes were requested" if requested else ""))
         return 1
-    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
-        _discard(sys.stdout)
-        return 1
     except OSError as error:
-        if error.filename is not None or _is_writable(sys.stdout):
+        is_closed = isinstance(error, BrokenPipeError)  # the reader of the output, such as `head`, has ended
+        if not is_closed and (error.filename is not None or _is_writable(sys.stdout)):
             raise
         _discard(sys.stdout)
-        _print_error(f"output can't be written: {error.strerror}")
+        if not is_closed:
+            _print_error(f"output can't be written: {error.strerror}")
         return 1
 
 
@@ -132,22 +131,21 @@ def _help() -> str:
 def _no_verb(word: str) -> str:
     from lockstep.core.closest import did_you_mean
 
-    if word in _VERBS_OF_OTHER_TOOLS:
-        return f"there is no verb {word!r}; {_VERBS_OF_OTHER_TOOLS[word]}"
-    return f"there is no verb {word!r}; {did_you_mean(word, VERBS, 'the verbs are')}"
+    meant = [answer for words, answer in _VERBS_OF_OTHER_TOOLS.items() if word in words.split()]
+    return f"there is no verb {word!r}; {meant[0] if meant else did_you_mean(word, VERBS, 'the verbs are')}"
 
 
 _VERBS_OF_OTHER_TOOLS = {
-    **dict.fromkeys(("torchrun", "spawn"), "lockstep train --ranks N starts N ranks, and torchrun your script"),
-    **dict.fromkeys(("run", "fit", "finetune", "fine-tune", "pretrain", "start"), "lockstep train RECIPE trains"),
-    **dict.fromkeys(("test", "evaluate", "validate", "score"), "lockstep eval RUN evaluates the model of a run"),
-    **dict.fromkeys(("predict", "infer", "sample", "complete", "chat"), "lockstep generate RUN continues a text"),
-    **dict.fromkeys(("resume", "continue"), "lockstep train RUN resumes a run; --from and --fork begin from one"),
-    **dict.fromkeys(("save", "convert", "merge-weights", "push"), "lockstep export RUN writes a model for other tools"),
-    **dict.fromkeys(("checkpoint", "checkpoints"), "lockstep ckpt ls RUN lists them"),
+    "torchrun spawn": "lockstep train --ranks N starts N ranks, and torchrun your script",
+    "run fit finetune fine-tune pretrain start": "lockstep train RECIPE trains",
+    "test evaluate validate score": "lockstep eval RUN evaluates the model of a run",
+    "predict infer sample complete chat": "lockstep generate RUN continues a text",
+    "resume continue": "lockstep train RUN resumes a run; --from and --fork begin from one",
+    "save convert merge-weights push": "lockstep export RUN writes a model for other tools",
+    "checkpoint checkpoints": "lockstep ckpt ls RUN lists them",
     "memory": "lockstep plan RECIPE --measure predicts and measures the memory of updates",
-    **dict.fromkeys(("estimate-memory", "dry-run"), "lockstep plan shows a run without starting it"),
-    **dict.fromkeys(("tune", "sweep"), "lockstep launch slurm --sweep KEY=A,B train RECIPE trains once for each value"),
+    "estimate-memory dry-run": "lockstep plan shows a run without starting it",
+    "tune sweep": "lockstep launch slurm --sweep KEY=A,B train RECIPE trains once for each value",
 }
 
 

@@ -27,23 +27,18 @@ if TYPE_CHECKING:
     from lockstep.profiling.traces import Trace
 
 _EPILOG = """\
-A run that trains, started by whatever launcher, also on other hosts that share its folder: its ranks record the next
-updates, without being stopped; the summary follows. A run that has ended: the summary of the traces that it has.
-
-The traces are in RUN/profile. Open them in https://ui.perfetto.dev, in chrome://tracing, or with TensorBoard's plugin
-torch-tb-profiler: tensorboard --logdir RUN. To trace given updates, set profile.steps: 10..13 in the config.
+The ranks of a run that trains, started by whatever launcher, record the next updates. Of a run that has ended, the
+summary of its traces is printed. They are in RUN/profile: open them in https://ui.perfetto.dev, or with TensorBoard's
+plugin torch-tb-profiler. To trace given updates, set profile.steps: 10..13 in the config.
 
 lockstep profile data RECIPE      the data loader alone
 lockstep profile memory RECIPE    what holds the memory of a rank"""
 _DATA_EPILOG = f"""{CONFIG_EPILOG}
-Reads the samples of the run's first rank, in the run's order and micro-batches, without training: with 0, 1, 2, 4
-and more workers, until they don't pay. RECIPE may be a run's folder: then the speed is compared with what its
-updates need."""
+Reads the samples of the run's first rank without training, with 0, 1, 2, 4 and more workers, until they don't pay.
+RECIPE may be a run's folder: then the speed is compared with what its updates need."""
 _MEMORY_EPILOG = f"""{CONFIG_EPILOG}
-Makes three updates in new ranks of this machine, watches each operation, and shows what held the memory at the peak:
-parameters, gradients, optimizer state, activations ..., of which modules, beside the plan's prediction.
-
-RECIPE may be a run's folder: its config is measured, in new ranks, and the run isn't touched."""
+Makes three updates in new ranks of this machine, and shows what held the memory at the peak, by category and module,
+beside the plan's prediction. RECIPE may be a run's folder: its config is measured, and the run isn't touched."""
 
 
 def run(arguments: Sequence[str]) -> int:

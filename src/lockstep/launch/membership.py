@@ -304,19 +304,17 @@ class Leader(Proxy):
         if self._state is not RoundState.OVER:
             self._state, self._result = RoundState.OVER, result
             self._stop_timers()
-            self._send_all(result)
+            self._send(result, self._members)
             self.launcher.send(result)
 
     def _note_everywhere(self, text: str) -> None:
-        self._send_all({"type": "note", "text": text})
+        self._send({"type": "note", "text": text}, self._members)
         self.note(text)
 
-    def _send_all(self, message: Message) -> None:
-        for member in self._members:
-            if member.link is not None:
-                member.link.send(message)
-
     def _send_training(self, message: Message, but: Member | None = None) -> None:
-        for member in self._members:
-            if member.link is not None and member is not but and member.node is not None:
+        self._send(message, [each for each in self._members if each.node is not None and each is not but])
+
+    def _send(self, message: Message, members: Sequence[Member]) -> None:
+        for member in members:
+            if member.link is not None:
                 member.link.send(message)

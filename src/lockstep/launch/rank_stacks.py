@@ -102,16 +102,11 @@ def _answer(beat: Heartbeat) -> None:
 
 
 def _stacks_of_others() -> str:
-    """Return the stacks of all threads but the main one and this one, as faulthandler writes them."""
-    stacks = []
-    for thread, frame in sys._current_frames().items():
-        if thread not in (threading.get_ident(), threading.main_thread().ident):
-            lines = [
-                f'  File "{code.f_code.co_filename}", line {line} in {code.f_code.co_name}'
-                for code, line in traceback.walk_stack(frame)
-            ]
-            stacks.append("\n".join([f"Thread 0x{thread:016x} (most recent call first):", *lines[:_MOST_FRAMES]]))
-    return "\n\n".join(stacks)
+    """Return the stacks of all threads but the main one and this one."""
+    own = (threading.get_ident(), threading.main_thread().ident)
+    stacks = {thread: frame for thread, frame in sys._current_frames().items() if thread not in own}
+    texts = {thread: "".join(traceback.format_stack(frame, _MOST_FRAMES)) for thread, frame in stacks.items()}
+    return "\n".join(f"Thread 0x{thread:016x} (most recent call last):\n{text}" for thread, text in texts.items())
 
 
 def _record() -> tuple[list[str], bool, bytes]:

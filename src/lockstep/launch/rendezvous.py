@@ -74,8 +74,8 @@ def connected_hosts(
             hosts.fail(failure.kind, message_of(failure))
             raise
         except BaseException as error:
-            kind = FailureKind.STOPPED if isinstance(error, KeyboardInterrupt) else FailureKind.FAILED
-            hosts.fail(kind, f"host {name}: {error!r}")
+            stops = isinstance(error, KeyboardInterrupt)
+            hosts.fail(FailureKind.STOPPED if stops else FailureKind.FAILED, f"host {name}: {error!r}")
             raise
 
 
@@ -125,8 +125,5 @@ def versions() -> dict[str, str]:
     """Return the versions that must be equal on all hosts. Raises PackageNotFoundError."""
     from importlib.metadata import version
 
-    return {
-        "Lockstep": __version__,
-        "torch": version("torch").partition("+")[0],
-        "Python": ".".join(platform.python_version_tuple()[:2]),
-    }
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {"Lockstep": __version__, "torch": version("torch").partition("+")[0], "Python": python}

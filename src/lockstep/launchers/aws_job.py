@@ -191,7 +191,6 @@ class JobObjects:
         self._aws = aws
         self._job = job
         self._printed = 0  # bytes of the log
-        self._half = b""
 
     def record(self) -> Mapping[str, Any] | None:
         """Return what was recorded when the job was launched; None: it was removed, or never there."""
@@ -212,18 +211,10 @@ class JobObjects:
         return {int(name) for name in names if name.isdecimal()}
 
     def print_log(self) -> None:
-        """Print what is new in the log of instance 0: its whole lines."""
+        """Print what is new in the log of instance 0."""
         data = self._read("logs/0", Range=f"bytes={self._printed}-") or b""
         self._printed += len(data)
-        whole, newline, self._half = (self._half + data).rpartition(b"\n")
-        if newline:
-            echo(plain(whole.decode(errors="replace")), flush=True)
-
-    def print_rest(self) -> None:
-        """Print the last line of the log, which has no end."""
-        if self._half:
-            echo(plain(self._half.decode(errors="replace")), flush=True)
-        self._half = b""
+        echo(plain(data.decode(errors="replace")), end="", flush=True)
 
     def ask_to_stop(self) -> None:
         """Ask the instances to save and stop."""
@@ -368,8 +359,6 @@ class FollowedJob:
 
         def print_new(state: AwsState) -> None:
             patience.ask(self._objects.print_log, _POLL_S)
-            if state.code is not None:
-                self._objects.print_rest()
 
         return follow_until_end(lambda: patience.ask(ask, _POLL_S), print_new, _POLL_S)
 

@@ -1,18 +1,11 @@
 """Decides which updates are kept, and what is reported of those that are not.
 
-loss, gradient norm --> finite? --> no spike? --> kept
-                          no          yes, and the config discards spikes   --> discarded
-
 A spike is a loss or a gradient norm far above those of the updates before:
 
     limit = median + threshold x max(1.4826 x median absolute deviation, 1 % of the median)
 
-    update    1 ......... window + 1   window + 2 .........
-              never a spike            a spike if loss > its limit, or norm > its limit
-
 The median and the deviation are those of the last `window` kept updates, without the update just before: on an
-accelerator its numbers may not have arrived yet, and every device must decide alike. The numbers are the same on all
-ranks, and so are the limits.
+accelerator its numbers may not have arrived yet.
 """
 
 from __future__ import annotations
@@ -50,11 +43,9 @@ def is_finite(number: float | Tensor) -> bool | Tensor:
 
 def ranks_differ(step: int) -> str:
     """Return the message for a gradient that was not the same on all ranks after it was reduced."""
-    return (
-        f"step {step}: the ranks had different gradients after they were reduced, so their weights differ now. A hook "
-        f"that changes gradients on one rank does this, or memory or a device that corrupts data; what this run has "
-        f"learned since step {step - 1} is not to be trusted"
-    )
+    why = "A hook that changes gradients on one rank does this, or a device that corrupts data"
+    differ = f"step {step}: the ranks had different gradients after they were reduced, so their weights differ now"
+    return f"{differ}. {why}; don't trust what this run has learned since step {step - 1}"
 
 
 class NothingLearned(RunFailed):
@@ -233,21 +224,17 @@ class Verdicts:
         Args:
             named: Its numbers, and the samples that are suspected.
         """
+        step = report.step
         if self.answer(report) == "stop":
             key, kind = ("spike", "a spike: ") if report.spike else ("nonfinite", "not finite: ")
-            raise RunFailed(
-                f"step {report.step:,}: {kind}{named} (recovery.bad_numbers.{key}: stop); its update was discarded",
-                kind=FailureKind.BAD_NUMBERS,
-            )
-        step = report.step
+            why = f"{kind}{named} (recovery.bad_numbers.{key}: stop); its update was discarded"
+            raise RunFailed(f"step {step:,}: {why}", kind=FailureKind.BAD_NUMBERS)
         if self._in_a_row >= self._limit:
             spikes = "a spike of the loss or the gradient norm (recovery.bad_numbers)"
             what = spikes if report.verdict is Verdict.SPIKE else "a loss or gradient that was not finite"
-            raise RunFailed(
-                f"step {step}: {self._in_a_row} updates in a row had {what}, so the model has not changed since step "
-                f"{step - self._in_a_row}; {ADVICE}",
-                kind=FailureKind.BAD_NUMBERS,
-            )
+            since = f"so the model has not changed since step {step - self._in_a_row}"
+            text = f"step {step}: {self._in_a_row} updates in a row had {what}, {since}; {ADVICE}"
+            raise RunFailed(text, kind=FailureKind.BAD_NUMBERS)
         if self._idle >= self._limit or (self._idle == step >= self._unlabeled and not self.discarded):
             self._refuse_idle(step)
 
@@ -262,10 +249,8 @@ class Verdicts:
             why = "had no valid target: all labels are -100, or the texts are empty. Nothing was learned from them"
             raise NoTargets(Problem("", "data.train", f"{which} updates {why}; look at the labels of some samples"))
         has = "its initial weights" if self._idle == step else f"the weights of step {step - self._idle:,}"
-        raise NothingLearned(
-            f"{which} updates had a loss or gradient that was not finite, and were discarded: nothing was learned, and "
-            f"the model has {has}; {ADVICE}"
-        )
+        what = f"{which} updates had a loss or gradient that was not finite, and were discarded"
+        raise NothingLearned(f"{what}: nothing was learned, and the model has {has}; {ADVICE}")
 
     def last_kept(self, step: int) -> int:
         """Return the last update that was kept, of those up to `step`."""
