@@ -154,7 +154,7 @@ def test_paths_that_the_containers_do_not_see_are_refused(
         ([*IMAGE, "--program", " ", *TRAIN], "--program: is empty; leave it out"),
         ([*IMAGE, "--program", "a 'b", *TRAIN], '--program: "a \'b" is not a command: No closing quotation'),
         ([*IMAGE, "--volume", "..:/", *TRAIN], "--volume: '..:/' is not FOLDER:/PATH"),
-        ([*IMAGE, "--nodes", "2", "plan", "digits"], "--nodes: 2, but `lockstep plan` runs in one container"),
+        ([*IMAGE, "--nodes", "2", "plan", "digits"], "--nodes: 2, but `lockstep plan` runs on one node"),
         ([*IMAGE, "--sweep", "optim.lr=1,2", *TRAIN], "--sweep: needs a queue with arrays of jobs, which docker"),
         ([*IMAGE, "train", "digits", "run.folder=/elsewhere/a"], "run.folder: would be lost with the container"),
         ([*IMAGE, "train", "digits", "run.folder=../a"], "run.folder: would be lost with the container"),

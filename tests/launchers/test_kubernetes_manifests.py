@@ -273,7 +273,7 @@ def test_names_are_host_names(name: str) -> None:
             [*PLAIN[:2], "--volume", "work:/work:ro", "--workdir", "/work", *TRAIN],
             "run.folder: would be lost with the pod: /work/runs/a is in no volume that can be written; give --volume",
         ),
-        ([*PLAIN, "--nodes", "2", "plan", "digits"], "--nodes: 2, but `lockstep plan` runs in one pod"),
+        ([*PLAIN, "--nodes", "2", "plan", "digits"], "--nodes: 2, but `lockstep plan` runs on one node"),
         ([*PLAIN, "--volume", "work", *TRAIN], "--volume: 'work' is not CLAIM:/PATH"),
         ([*PLAIN, "--env", "AWS_SECRET_ACCESS_KEY=x", *TRAIN], "--env: AWS_SECRET_ACCESS_KEY looks like a secret"),
         ([*PLAIN, "--program", "a 'b", *TRAIN], '--program: "a \'b" is not a command: No closing quotation'),

@@ -100,11 +100,11 @@ def test_an_uploaded_folder_keeps_its_run_elsewhere(capsys: pytest.CaptureFixtur
         (["--nodes", "2", "verify", "digits"], "--nodes: 2, but `lockstep verify` runs on one node; leave it out"),
         (
             ["--address", "ray://head:10001", *TRAIN],
-            "--address: 'ray://head:10001' is not the address of Ray's dashboard",
+            "--address: 'ray://head:10001' is no dashboard's address",
         ),
         (
             ["--address", "auto", *TRAIN],
-            "--address: 'auto' is not the address of Ray's dashboard; write http://HEAD:8265",
+            "--address: 'auto' is no dashboard's address, such as http://HEAD:8265",
         ),
         (["--resource", "TPU", *TRAIN], "--resource: 'TPU' is not NAME=AMOUNT, such as accelerator_type:H100=0.001"),
         (["--env", "NAME", *TRAIN], "--env: 'NAME' is not NAME=VALUE, such as NCCL_DEBUG=INFO"),

@@ -150,7 +150,7 @@ def test_the_ranks_get_the_time_to_save(words: list[str], seconds: int, capsys: 
         (["--nodes", "0", "train", "digits"], "--nodes: '0' is not a whole number above 0"),
         (
             ["--time", "3", "train", "digits"],
-            "--time: 3 is 180 s, and the ranks are asked to stop 120 s before its end",
+            "--time: is 180 s, and the ranks are asked to save 120 s before its end",
         ),
         (["--nodes", "2", "verify", "digits"], "--nodes: 2, but `lockstep verify` runs on one node; leave it out"),
         (["--container-mounts", "/d", "train", "digits"], "--container-mounts: is for a container; give"),

@@ -67,8 +67,8 @@ def test_a_value_from_here_is_not_written_down(
         (["--hosts", "[-oProxyCommand=x]", "train", "digits"], "is not a host"),
         (["--hosts", "a,me@b,a", "train", "digits"], "host a is named twice; name it once"),
         (["--hosts", "a,", "train", "digits"], "--hosts: '' is not a host"),
-        (["--hosts", "a,b", "verify", "digits"], "--hosts: 2 hosts, but `lockstep verify` runs on one; name one"),
-        (["--hosts", "a:2", "verify", "digits"], "--hosts: `lockstep verify` takes no number of ranks from its host"),
+        (["--hosts", "a,b", "verify", "digits"], "--hosts: `lockstep verify` runs on one host"),
+        (["--hosts", "a:2", "verify", "digits"], "--hosts: `lockstep verify` runs on one host"),
         (
             ["--hosts", "a", "--sweep", "optim.lr=1,2", "train", "digits"],
             "--sweep: needs a queue with arrays of jobs, which ssh",

@@ -71,6 +71,9 @@ def _launch(where: str, arguments: Sequence[str]) -> int:
         raise ConfigError(Problem("--sweep", "", message))
     with collected_notes() as notes:
         command = job_command(where, args.sweep, arguments, words, partial(_world_size, options))
+        if (nodes := getattr(options, "nodes", 1)) > 1 and not command.nodes:
+            why = f"{nodes}, but `lockstep {command.words[0]}` runs on one node; leave it out"
+            raise ConfigError(Problem("--nodes", "", why))
         plan = launcher.plan(command, options)
     for note in [*([] if plan.attached and not args.dry_run else notes), *(f"note: {note}" for note in plan.notes)]:
         echo(note, file=sys.stderr)  # an attached run prints notes on its config itself

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import ConfigError, Failure
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import JOB_FILES, JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.terminal import command_line
-from lockstep.launchers.tools import write_files
+from lockstep.launchers.tools import read_record, write_files
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Launcher
@@ -83,11 +82,10 @@ def _remembered(where: str, folder: Path) -> LaunchedJob | None:
 
 
 def _read(path: Path) -> tuple[str, str]:
-    try:
-        record = json.loads(read_bounded(path, MAX_JSON_BYTES))
-        return str(record["launcher"]), str(record["job"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path} is damaged; give the job's identifier") from None
+    record = read_record(path)
+    if not {"launcher", "job"} <= record.keys():
+        raise ConfigError(f"{path} is damaged; give the job's identifier")
+    return str(record["launcher"]), str(record["job"])
 
 
 def _refuse_second(where: str, launcher: Launcher, folder: Path) -> None:

@@ -117,10 +117,11 @@ def _refuse_missing(command: JobCommand, options: AwsOptions, copied: set[str]) 
 
 @dataclass(frozen=True, slots=True)
 class AwsFacts:
-    """Id and root device of the image, and Elastic Fabric Adapters of the instance type, one for each network card."""
+    """Id of the image, name and GiB of its root volume; Elastic Fabric Adapters of the type, one a network card."""
 
     image: str
     root_device: str
+    root_size: int | None = None
     adapters: int = 0
 
 
@@ -135,7 +136,9 @@ def facts_of(aws: AwsCalls, options: AwsOptions) -> AwsFacts:
     info = kind.get("NetworkInfo", {})
     adapters = int(info.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0)) if info.get("EfaSupported") else 0
     cards = int(info.get("MaximumNetworkCards", 1))
-    return AwsFacts(image, str(images[0].get("RootDeviceName") or "/dev/sda1"), min(adapters, cards))
+    root = str(images[0].get("RootDeviceName") or "/dev/sda1")
+    disks = {each.get("DeviceName"): each.get("Ebs", {}) for each in images[0].get("BlockDeviceMappings", ())}
+    return AwsFacts(image, root, disks.get(root, {}).get("VolumeSize"), min(adapters, cards))
 
 
 def hourly_price(aws: AwsCalls, instance_type: str) -> float | None:
@@ -182,7 +185,8 @@ def _bucket_calls(options: AwsOptions, job: AwsJob, *, has_project: bool) -> Ite
 
 
 def _instances(command: JobCommand, options: AwsOptions, job: AwsJob, facts: AwsFacts) -> dict[str, Any]:
-    volume = {"DeleteOnTermination": True, **({"VolumeSize": options.volume_size} if options.volume_size else {})}
+    size = options.volume_size or facts.root_size
+    volume = {"DeleteOnTermination": True, **({"VolumeSize": size} if size else {})}
     resources = ["instance", "volume", "network-interface"] + ["spot-instances-request"] * options.spot
     labels = {"Name": f"lockstep {command.name}", **pairs(options.tag), TAG: job.name}
     tags = [{"Key": key, "Value": value} for key, value in labels.items()]

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop, write_stderr
 from lockstep.core.terminal import command_line, echo, plain, plain_line
 from lockstep.launchers.aws_calls import AwsCalls, from_command, wait_until
-from lockstep.launchers.tools import Patience, follow_until_end, write_files
+from lockstep.launchers.tools import follow_until_end, read_record, write_files
 
 TAG = "lockstep-job"
 RECORD_FILE = "aws.json"
@@ -277,7 +276,7 @@ class FollowedJob:
 
     def __init__(self, job: LaunchedJob) -> None:
         self._record_file = None if job.folder is None else job.folder / RECORD_FILE
-        known = self._remembered()
+        known = read_record(self._record_file)
         self._code: int | None = known.get("code")
         self.job = job_named(job.number)
         self._aws = AwsCalls(self.job.region, known.get("profile"))
@@ -306,13 +305,12 @@ class FollowedJob:
 
     def follow(self) -> int:
         """Print the log of instance 0 until the job has ended, fetch the results, and remove everything."""
-        patience = Patience(self.job.identifier, "aws", _PATIENCE_S)
-        record = patience.ask(self._objects.record, _POLL_S)
+        record = self._objects.record()
         if record is None:
             if self._code is None:
                 raise ConfigError(f"{self.job.place}/job.json is missing; {self.job.cancel_line} ends the job")
             return self._code
-        code = self._wait_for_end(record, patience)
+        code = self._wait_for_end(record)
         self._remember(code)
         folder = Path(record["run_folder"]) if self._record_file is None else self._record_file.parents[1]
         self._fetch(folder.absolute(), int(record["nodes"]))
@@ -330,7 +328,7 @@ class FollowedJob:
         if not removed:
             echo(f"nothing of AWS job {self.job.identifier} was left", file=sys.stderr)
 
-    def _wait_for_end(self, record: Mapping[str, Any], patience: Patience) -> int:
+    def _wait_for_end(self, record: Mapping[str, Any]) -> int:
         began, first_end = time.monotonic(), float("inf")
         silent, boot_s = {*range(int(record["nodes"]))}, 60 * float(record["boot_minutes"])
 
@@ -357,10 +355,8 @@ class FollowedJob:
             text = "\n".join([f"{state.text}\nnote: {why}", *consoles])
             return replace(state, text=text, code=max(state.ends.values(), default=1) or 1)
 
-        def print_new(state: AwsState) -> None:
-            patience.ask(self._objects.print_log, _POLL_S)
-
-        return follow_until_end(lambda: patience.ask(ask, _POLL_S), print_new, _POLL_S)
+        way = command_line("lockstep", "launch", "aws", "follow", self.job.identifier)
+        return follow_until_end(way, ask, lambda _: self._objects.print_log(), _POLL_S, _PATIENCE_S)
 
     def _fetch(self, folder: Path, nodes: int) -> None:
         """Fetch the results; if that fails, end what is paid by the hour, and keep them. Raises RunFailed."""
@@ -394,19 +390,12 @@ class FollowedJob:
         except ConfigError:  # nothing is left
             return
 
-    def _remembered(self) -> Mapping[str, Any]:
-        if self._record_file is None:
-            return {}
-        try:
-            return {**json.loads(read_bounded(self._record_file, MAX_JSON_BYTES))}
-        except (OSError, ValueError, TypeError):
-            raise ConfigError(f"{self._record_file} is missing or damaged; give the job's identifier") from None
-
     def _remember(self, code: int) -> None:
         self._code = code
         if self._record_file is None:
             return
         try:
-            write_files({self._record_file: json.dumps({**self._remembered(), "code": code}, indent=2) + "\n"})
-        except (ConfigError, RunFailed) as error:
+            record = {**read_record(self._record_file), "code": code}
+            write_files({self._record_file: json.dumps(record, indent=2) + "\n"})
+        except RunFailed as error:
             echo(f"note: {self._record_file} isn't updated: {error}", file=sys.stderr)

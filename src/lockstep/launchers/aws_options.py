@@ -11,7 +11,7 @@ from pydantic import Field
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.jobs import JobCommand
-from lockstep.launchers.tools import node_problems, variable_problems
+from lockstep.launchers.tools import variable_problems
 from lockstep.stores.addresses import checked_address, is_address
 from lockstep.strategies.section import Positive, Section
 
@@ -72,9 +72,7 @@ class AwsOptions(Section):
 
 def check(command: JobCommand, options: AwsOptions) -> None:
     """Raise ConfigError if the options aren't valid, or don't fit together or with the command."""
-    problems = [*_malformed(options), *_kept_nowhere(command)]
-    problems += node_problems(command, options.nodes, "on one instance")
-    problems += variable_problems(options.env, _SECRET)
+    problems = [*_malformed(options), *_kept_nowhere(command), *variable_problems(options.env, _SECRET)]
     if problems:
         raise ConfigError(problems)
 

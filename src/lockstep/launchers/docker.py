@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import ConfigError, Paused, Problem, RunFailed, Stopped, VerificationError
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import command_line, echo, plain
@@ -29,8 +28,8 @@ from lockstep.launchers.tools import (
     execute,
     follow_until_end,
     job_name,
-    node_problems,
     program_words,
+    read_record,
     refuse_to_cancel_ended,
     seconds_to_save,
     variable_problems,
@@ -118,7 +117,8 @@ class DockerLauncher:
                 since = str(time.time())
             _finished(job, status)
 
-        return follow_until_end(lambda: _state(job, canceled=True), print_new, _POLL_S)
+        way = command_line("lockstep", "launch", "docker", "follow", job.number)
+        return follow_until_end(way, lambda: _state(job, canceled=True), print_new, _POLL_S, 0.0)
 
     def cancel(self, job: LaunchedJob) -> None:
         """Stop the containers: the ranks save within the grace period."""
@@ -134,8 +134,7 @@ DOCKER = DockerLauncher()
 
 
 def _check(command: JobCommand, options: DockerOptions, folder: Path) -> None:
-    problems = [*node_problems(command, options.nodes, "in one container"), *_malformed(options, folder)]
-    problems += variable_problems(options.env, _SECRET, from_here=True)
+    problems = [*_malformed(options, folder), *variable_problems(options.env, _SECRET, from_here=True)]
     problems = problems or mount_problems(command, _mounts(options, folder), folder, "--volume", ":ro")
     if problems:
         raise ConfigError(problems)
@@ -314,10 +313,5 @@ def _finished(job: LaunchedJob, status: JobStatus) -> JobStatus:
 
 
 def _kept_end(job: LaunchedJob) -> JobStatus | None:
-    if job.folder is None:
-        return None
-    try:
-        end = json.loads(read_bounded(job.folder / _END_FILE, MAX_JSON_BYTES))
-        return JobStatus(str(end["text"]), int(end["code"])) if end["job"] == job.number else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    end = read_record(None if job.folder is None else job.folder / _END_FILE)
+    return JobStatus(str(end.get("text")), int(end.get("code", 1))) if end.get("job") == job.number else None

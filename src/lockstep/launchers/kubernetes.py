@@ -21,9 +21,9 @@ import yaml
 from lockstep.core.errors import ConfigError, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop
-from lockstep.core.terminal import echo, plain
+from lockstep.core.terminal import command_line, echo, plain
 from lockstep.launchers.kubernetes_manifests import TOKEN, KubernetesOptions, check, documents, text_of, workdir
-from lockstep.launchers.tools import Patience, execute, follow_until_end, job_name, refuse_to_cancel_ended, write_files
+from lockstep.launchers.tools import execute, follow_until_end, job_name, refuse_to_cancel_ended, write_files
 
 _NOT_HERE = "install it, with a context for your cluster; --dry-run prints the manifests anywhere"
 _LABEL = "batch.kubernetes.io/job-name={}"  # by which its pods are selected
@@ -31,7 +31,6 @@ _INDEX = "batch.kubernetes.io/job-completion-index"
 _ITS_UID = "{.metadata.uid}"
 _UID = "UID"  # instead of it, in a planned call
 _POLL_S = 2.0
-_PATIENCE_S = 300.0  # without an answer of the API server, while a job is followed
 
 
 class KubernetesLauncher:
@@ -91,14 +90,10 @@ class KubernetesLauncher:
     def follow(self, job: LaunchedJob) -> int:
         """Print the log of the first pod, and of those that replace it, until the job has ended."""
         target = _named(job.number)
-        begun = [_ask(target)]
-        printed, patience = _PodLogs(target), Patience(job.number, "kubernetes", _PATIENCE_S)
-
-        def ask() -> _ClusterJob:
-            return begun.pop() if begun else patience.ask(lambda: _ask(target), _POLL_S)
-
+        _ask(target)
+        printed, way = _PodLogs(target), command_line("lockstep", "launch", "kubernetes", "follow", job.number)
         try:
-            return follow_until_end(ask, printed.print_new, _POLL_S)
+            return follow_until_end(way, lambda: _ask(target), printed.print_new, _POLL_S)
         except ConfigError:
             echo(f"Kubernetes {target.identifier}: deleted", file=sys.stderr)
             return Stopped.exit_code

@@ -22,7 +22,6 @@ from lockstep.core.terminal import shortened
 from lockstep.launchers.tools import (
     as_comment,
     as_yaml,
-    node_problems,
     pairs,
     program_words,
     seconds_to_save,
@@ -90,7 +89,6 @@ class KubernetesOptions(Section):
 def check(command: JobCommand, options: KubernetesOptions) -> None:
     """Raise ConfigError if the options aren't valid, or don't fit together or with the command."""
     problems = [*_malformed(options), *_misfitting(command, options)]
-    problems += node_problems(command, options.nodes, "in one pod")
     problems += variable_problems(options.env, _SECRET)
     if problems := problems or [*_lost(command, options)]:
         raise ConfigError(problems)

@@ -28,10 +28,8 @@ from lockstep.core.errors import ConfigError, Problem, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.terminal import echo, plain
 from lockstep.launchers.tools import (
-    Patience,
     follow_until_end,
     job_name,
-    node_problems,
     own_program,
     pairs,
     refuse_to_cancel_ended,
@@ -89,8 +87,7 @@ class RayOptions(Section):
 
 
 def _check(command: JobCommand, options: RayOptions) -> None:
-    problems = [*node_problems(command, options.nodes, "on one node"), *variable_problems(options.env, _SECRET)]
-    problems += _misfitting(command, options)
+    problems = [*variable_problems(options.env, _SECRET), *_misfitting(command, options)]
     if problems:
         raise ConfigError(problems)
 
@@ -108,7 +105,7 @@ def _misfitting(command: JobCommand, options: RayOptions) -> Iterator[Problem]:
             yield Problem("--resource", "", f"{text!r} is not NAME=AMOUNT, such as accelerator_type:H100=0.001")
     place = command.checkpoint_folder or str(command.run_folder)
     is_kept = is_address(place) or PurePosixPath(place).is_absolute() or not command.in_folder
-    if options.upload and command.starts_run and not is_kept:
+    if options.upload and options.folder is None and command.starts_run and not is_kept:
         remedy = "give an absolute path of a shared folder, or checkpoint.folder=s3://BUCKET/PREFIX"
         yield Problem("", "run.folder", f"would be lost with Ray's copy of this folder; {remedy}")
 
@@ -173,19 +170,16 @@ class RayLauncher:
     def follow(self, job: LaunchedJob) -> int:
         """Print the job's output until it has ended."""
         client, name = _named(job.number)
-        output, patience = JobOutput(), Patience(job.number, "ray")
+        output, way = JobOutput(), f"lockstep launch ray follow {job.number}"
 
-        def read(status: JobStatus) -> None:
+        def print_new(status: JobStatus) -> None:
             with _answers(name):
                 if status.code is None:
                     asyncio.run(_print_tail(client, name, output))
                 else:
                     output.print_new(client.get_job_logs(name) + "\n", 0)
 
-        def print_new(status: JobStatus) -> None:
-            patience.ask(lambda: read(status), _POLL_S)
-
-        return follow_until_end(lambda: patience.ask(lambda: _status(client, name), _POLL_S), print_new, _POLL_S)
+        return follow_until_end(way, lambda: _status(client, name), print_new, _POLL_S)
 
     def cancel(self, job: LaunchedJob) -> None:
         """Stop the job: its driver gets SIGTERM, and the nodes save and stop within its grace."""

@@ -23,7 +23,6 @@ from lockstep.launchers.tools import (
     bash_array,
     execute,
     follow_until_end,
-    node_problems,
     own_program,
     program_words,
     refuse_to_cancel_ended,
@@ -127,7 +126,8 @@ class SlurmLauncher:
                 time.sleep(_LATE_OUTPUT_S)
             tail.print_new()
 
-        return follow_until_end(lambda: self.status(job), print_new, _POLL_S)
+        way = f"lockstep launch slurm follow {job.number}"
+        return follow_until_end(way, lambda: self.status(job), print_new, _POLL_S)
 
     def cancel(self, job: LaunchedJob) -> None:
         """Cancel the job: Slurm sends SIGTERM to its processes, so the ranks save as far as Slurm's KillWait allows."""
@@ -142,7 +142,7 @@ SLURM = SlurmLauncher()
 
 
 def _check(command: JobCommand, options: SlurmOptions) -> None:
-    problems = [*node_problems(command, options.nodes, "on one node"), *_misfitting(command, options)]
+    problems = [*_misfitting(command, options)]
     if options.container_image is not None:
         here = str(Path.cwd())
         parts = [text.split(":") for text in options.container_mounts]

@@ -21,13 +21,12 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.jobs import HostOptions, JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.nodes import checked_address
 from lockstep.core.processes import started
 from lockstep.launch.rendezvous import TOKEN
 from lockstep.launchers.ssh_run import SshHost, SshRun, rendezvous_of
-from lockstep.launchers.tools import own_program, refuse_to_cancel_ended, variable_problems, write_files
+from lockstep.launchers.tools import own_program, read_record, refuse_to_cancel_ended, variable_problems, write_files
 from lockstep.strategies.section import Section
 
 _RECORD = "ssh.json"
@@ -203,10 +202,7 @@ def _words(command: JobCommand, host: NamedHost, node: int, nodes: int, job: str
 
 
 def _record(job: LaunchedJob) -> Mapping[str, Any]:
-    if job.folder is None:
+    record = read_record(None if job.folder is None else job.folder / _RECORD)
+    if not record:
         raise ConfigError(f"{job.number!r} is neither a job that ssh was given from here nor the folder of its run")
-    try:
-        record: Mapping[str, Any] = json.loads(read_bounded(job.folder / _RECORD, MAX_JSON_BYTES))
-    except (OSError, ValueError):
-        raise ConfigError(f"{job.folder / _RECORD} is missing or damaged: nothing is known of this job") from None
     return record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
 import shlex
@@ -10,14 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
-from lockstep.core.files import write_atomically
+from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
 from lockstep.core.jobs import JobCommand, JobStatus
 from lockstep.core.secrets import names_a_secret
 from lockstep.core.terminal import echo, plain, shortened
@@ -82,12 +83,6 @@ def as_comment(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
 
 
-def node_problems(command: JobCommand, nodes: int, where: str) -> list[Problem]:
-    """Return why a command doesn't run on several nodes; `where` it runs then, such as `in one pod`."""
-    message = f"{nodes}, but `lockstep {command.words[0]}` runs {where}; leave it out"
-    return [Problem("--nodes", "", message)] if nodes > 1 and not command.nodes else []
-
-
 def variable_problems(texts: Sequence[str], secret: str, *, from_here: bool = False) -> Iterator[Problem]:
     """Yield what is wrong with the option --env.
 
@@ -135,6 +130,14 @@ def program_words(text: str) -> list[str]:
     return words
 
 
+def read_record(path: Path | None) -> dict[str, Any]:
+    """Return the object in a job's file; empty if it is missing or damaged."""
+    try:
+        return {**json.loads(read_bounded(path, MAX_JSON_BYTES))} if path is not None else {}
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
 def write_files(files: Mapping[Path, str]) -> None:
     """Write a job's files. Raises RunFailed."""
     for path, text in files.items():
@@ -149,50 +152,43 @@ def write_files(files: Mapping[Path, str]) -> None:
 _State = TypeVar("_State", bound=JobStatus)
 
 
-def follow_until_end(ask: Callable[[], _State], print_new: Callable[[_State], object], pause: float) -> int:
-    """Print changes of a job's state, and what is new of its output, until it has ended; return its exit code."""
+def follow_until_end(
+    way: str, ask: Callable[[], _State], print_new: Callable[[_State], object], pause: float, patience: float = 300.0
+) -> int:
+    """Print changes of a job's state, and what is new of its output, until it has ended; return its exit code.
+
+    Both may fail for `patience` seconds, as when the network is gone; `way` is the command that follows the job again.
+    """
     shown = ""
     while True:
-        state = ask()
+        state = _patiently(way, ask, pause, patience)
         if state.text != shown:
             shown = state.text
             echo(shown, file=sys.stderr, flush=True)
-        print_new(state)
+        _patiently(way, partial(print_new, state), pause, patience)
         if state.code is not None:
             return state.code
+        time.sleep(pause)
+
+
+def _patiently(way: str, question: Callable[[], _Answer], pause: float, seconds: float) -> _Answer:
+    began, noted = time.monotonic(), False
+    while True:
+        try:
+            return question()
+        except RunFailed as failure:
+            if time.monotonic() - began > seconds:
+                raise RunFailed(f"{failure}; the job continues; {way} asks again") from failure
+            if not noted:
+                text = f"note: {failure}; the job continues; it is asked again for {seconds / 60:g} minutes"
+                echo(text, file=sys.stderr, flush=True)
+            noted = True
         time.sleep(pause)
 
 
 def refuse_to_cancel_ended(state: JobStatus) -> None:
     if state.code is not None:
         raise ConfigError(f"there is nothing to cancel: {state.text}")
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """Repeats questions about a job that fail for up to `seconds`: the network is gone, or a login has expired."""
-
-    number: str
-    where: str
-    seconds: float = 300.0
-
-    def ask(self, question: Callable[[], _Answer], pause: float) -> _Answer:
-        """Return the answer to a question. Raises RunFailed if it fails for too long."""
-        began, noted = time.monotonic(), False
-        while True:
-            try:
-                return question()
-            except RunFailed as failure:
-                if time.monotonic() - began > self.seconds:
-                    ways = " or ".join(
-                        f"lockstep launch {self.where} {way} {self.number}" for way in ("follow", "cancel")
-                    )
-                    raise RunFailed(f"{failure}; the job continues; {ways} is the next step") from failure
-                if not noted:
-                    text = f"note: {failure}; the job continues; it is asked again for {self.seconds / 60:g} minutes"
-                    echo(text, file=sys.stderr, flush=True)
-                noted = True
-            time.sleep(pause)
 
 
 class OutputTail:
