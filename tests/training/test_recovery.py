@@ -85,7 +85,7 @@ def test_a_rank_that_fails_once(tmp_path: Path, undisturbed: Path, how: str) -> 
 
 @pytest.mark.parametrize(
     ("how", "rounds", "text"),
-    [("kill", 3, "had been started again 2 times"), ("raise", 2, "had been started again once")],
+    [("kill", 3, "had been started again 2 times"), ("raise", 2, "had been started again 1 time")],
 )
 def test_a_rank_that_always_fails_ends_the_run(tmp_path: Path, how: str, rounds: int, text: str) -> None:
     done = train(tmp_path / "run", 2, {"how": how, "at": 7})

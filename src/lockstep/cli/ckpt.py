@@ -89,22 +89,19 @@ def _verify(arguments: Sequence[str]) -> int:
     place = _all_of(args.run, "--all verifies") if args.all else find(args.run)
     chosen = choose(place, args.step)
     run = place.run if place.name is None and args.step is None else None
-    checked = {
-        "checkpoints": verify_all(place.storage) if args.all else [verify(place.storage, chosen)],
-        "weights": verify_weights(run / MODEL) if run is not None else (),
-    }
-    results: dict[str, list[VerificationResult]] = {}
-    for what, each in checked.items():
-        results[what] = []
-        for result in each:
-            results[what].append(result)
-            _print([ckpt_text.verified(result)])
-    faults, damaged = ([each for each in results[what] if each.fault is not None] for what in checked)
+
+    def shown(result: VerificationResult) -> VerificationResult:
+        _print([ckpt_text.verified(result)])
+        return result
+
+    results = [shown(each) for each in (verify_all(place.storage) if args.all else [verify(place.storage, chosen)])]
+    weights = [shown(each) for each in (verify_weights(run / MODEL) if run is not None else ())]
+    faults, damaged = ([each for each in of if each.fault is not None] for of in (results, weights))
     if args.json:
-        verified = {what: [asdict(each) for each in results[what]] for what in checked}
+        verified = {"checkpoints": list(map(asdict, results)), "weights": list(map(asdict, weights))}
         emit({"run": str(args.run), "ok": not faults and not damaged, **verified})
     if faults or damaged:
-        messages = [ckpt_text.damaged(place.place, faults, len(results["checkpoints"]))] if faults else []
+        messages = [ckpt_text.damaged(place.place, faults, len(results))] if faults else []
         messages += [f"{run}/{result.name} is damaged: {result.fault}" for result in damaged]
         raise VerificationError("\n".join(messages))
     return 0

@@ -7,10 +7,9 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from lockstep.cli.arguments import HOST_FLAGS, Prepared
 from lockstep.core.closest import did_you_mean
@@ -18,6 +17,9 @@ from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.jobs import JOB_FILES, JobCommand
 from lockstep.core.secrets import HIDDEN
 from lockstep.monitor.environment import hide_arguments
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
 
 VERBS = {"train": "train", "eval": "evaluate", "verify": "verify", "plan": "plan", "doctor": "doctor"}
 """Verbs that a launcher can run -> their modules, each with a function `prepare`."""
@@ -35,52 +37,41 @@ _MOST_RUNS = 1000  # of a sweep: more are a mistake
 _BYTES_OF_TRAINED = 12  # of a parameter in fp32 and two moments
 
 
-@dataclass(frozen=True, slots=True)
-class _Checked:
-    """A command line that has been checked, and the arguments that name its run's folder."""
-
-    verb: str
-    arguments: tuple[str, ...]
-    prepared: Prepared
-    folder: Path
-    naming: tuple[str, ...]
-
-
 def job_command(
     where: str, sweep: Sequence[str], typed: Sequence[str], words: Sequence[str], world_size: WorldSize
 ) -> JobCommand:
     """Check the command line and return it with what a launcher needs to know of it. Raises ConfigError."""
     _refuse_secrets([*words, *sweep])
-    checked = _checked(words, world_size)
-    prepared, verb = checked.prepared, checked.verb
-    runs = _sweep(sweep, checked, world_size)
-    naming = () if runs else checked.naming
-    restart = checked.arguments if prepared.restart is None else prepared.restart
+    prepared = _prepared(words, world_size)
+    folder = prepared.folder or _free_folder(prepared.name)
+    runs = _sweep(sweep, words, prepared, folder, world_size)
+    needs_name = prepared.starts_run and prepared.folder is None and not runs
+    naming = (f"run.folder={folder}",) if needs_name else ()
+    restart = words[1:] if prepared.restart is None else prepared.restart
     config = prepared.config
     ranks = config.launch.ranks if config is not None and prepared.starts_run else prepared.ranks
     return JobCommand(
-        words=(verb, *checked.arguments, *naming),
-        restart_words=(verb, *restart, *naming),
+        words=(*words, *naming),
+        restart_words=(words[0], *restart, *naming),
         typed=shlex.join(["lockstep", "launch", where, *typed]),
         name=Path(prepared.name).name,
-        folder=checked.folder.absolute() / JOB_FILES,
+        folder=folder.absolute() / JOB_FILES,
         ranks=ranks if isinstance(ranks, int) else None,
         nodes=prepared.nodes,
         starts_run=prepared.starts_run,
         sweep=runs,
         state_bytes=_state_bytes(prepared),
-        run_folder=checked.folder,
+        run_folder=folder,
         checkpoint_folder=config.checkpoint.folder if config is not None else None,
-        paths=_paths_here(checked),
+        paths=_paths_here(words[1:], config, folder),
         in_folder=config is None or config.checkpoint.storage is None,
     )
 
 
-def _paths_here(checked: _Checked) -> tuple[str, ...]:
+def _paths_here(words: Sequence[str], config: Config | None, folder: Path) -> tuple[str, ...]:
     """Return the texts of the arguments and the config that are paths of files and folders here, without the run's."""
-    config = checked.prepared.config
-    texts = [text for word in checked.arguments for text in (word, word.partition("=")[2])]
-    own = {str(checked.folder)}
+    texts = [text for word in words for text in (word, word.partition("=")[2])]
+    own = {str(folder)}
     if config is not None:
         texts += _texts(config.model_dump())
         own |= {config.run.folder or "", config.checkpoint.folder or ""}
@@ -123,18 +114,14 @@ def _state_bytes(prepared: Prepared) -> int | None:
     return sum(_BYTES_OF_TRAINED * each.elements if each.trainable else each.bytes for each in parameters)
 
 
-def _checked(words: Sequence[str], world_size: WorldSize) -> _Checked:
+def _prepared(words: Sequence[str], world_size: WorldSize) -> Prepared:
     verb, *arguments = words
     if verb not in VERBS:
         raise ConfigError(f"lockstep launch can't run {verb!r}; {did_you_mean(verb, [*VERBS, *OF_JOBS])}")
     _refuse_host_flags(arguments)
     prepared = cast("Prepared", import_module(f"lockstep.cli.{VERBS[verb]}").prepare(arguments))
     _check_ranks(prepared, world_size)
-    if prepared.folder is not None:
-        return _Checked(verb, tuple(arguments), prepared, prepared.folder, ())
-    folder = _free_folder(prepared.name)
-    naming = (f"run.folder={folder}",) if prepared.starts_run else ()
-    return _Checked(verb, tuple(arguments), prepared, folder, naming)
+    return prepared
 
 
 def _refuse_secrets(words: Sequence[str]) -> None:
@@ -173,11 +160,13 @@ def _free_folder(name: str) -> Path:
     return next(path for path in names if not path.exists())
 
 
-def _sweep(sweep: Sequence[str], checked: _Checked, world_size: WorldSize) -> tuple[tuple[str, ...], ...]:
+def _sweep(
+    sweep: Sequence[str], words: Sequence[str], prepared: Prepared, folder: Path, world_size: WorldSize
+) -> tuple[tuple[str, ...], ...]:
     if not sweep:
         return ()
-    if not checked.prepared.starts_run:
-        raise ConfigError(f"--sweep trains several runs, and {checked.verb} trains none")
+    if not prepared.starts_run:
+        raise ConfigError(f"--sweep trains several runs, and {words[0]} trains none")
     values: dict[str, list[str]] = {}
     for text in sweep:
         key, equals, listed = text.partition("=")
@@ -192,8 +181,8 @@ def _sweep(sweep: Sequence[str], checked: _Checked, world_size: WorldSize) -> tu
     if math.prod(map(len, values.values())) > _MOST_RUNS:
         raise ConfigError(Problem("--sweep", "", f"these are more than {_MOST_RUNS:,} runs; give fewer values"))
     combinations = enumerate(itertools.product(*values.values()))
-    runs = [(*combination, f"run.folder={checked.folder}/{number}") for number, combination in combinations]
-    configs = [_checked((checked.verb, *checked.arguments, *words), world_size).prepared.config for words in runs]
+    runs = [(*combination, f"run.folder={folder}/{number}") for number, combination in combinations]
+    configs = [_prepared((*words, *added), world_size).config for added in runs]
     places = [config.checkpoint.folder for config in configs if config is not None and config.checkpoint.folder]
     if len({*places}) < len(places):
         message = "is the same for several runs of the sweep; leave it out, and each saves in its own folder"

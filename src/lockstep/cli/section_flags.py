@@ -11,7 +11,6 @@ The help is the string below the field.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -54,25 +53,16 @@ def section_of(args: argparse.Namespace, section: type[BaseModel]) -> BaseModel:
             values[name] = tuple(value)
         else:
             values[name] = _converted(value, at)
-    return validated(
-        section, values, {name: Problem(_flag(name), "", shortened(getattr(args, name))) for name in values}
-    )
-
-
-def validated(section: type[BaseModel], values: Mapping[str, object], given: Mapping[str, Problem]) -> BaseModel:
-    """Return the section with these values. Raises ConfigError; `given` has the start of each value's problem."""
     try:
         return section.model_validate(values)
     except ValidationError as error:
         first: dict[str, Problem] = {}  # a union has an error for each of its parts
         for each in error.errors():
-            name = str(each["loc"][0]) if each["loc"] else ""
-            if name in given:
-                problem = given[name]
-                message = _reason(shape.fields(section)[name], each["type"], each["msg"])
-                first.setdefault(name, replace(problem, message=f"{problem.message} {message}"))
-            else:  # a check of several fields, or a required one
-                first.setdefault(name, Problem(_flag(name) if name else "", "", each["msg"]))
+            name, message = str(each["loc"][0]) if each["loc"] else "", each["msg"]
+            if name in values:
+                reason = _reason(shape.fields(section)[name], each["type"], message)
+                message = f"{shortened(getattr(args, name))} {reason}"
+            first.setdefault(name, Problem(_flag(name) if name else "", "", message))
         raise ConfigError([*first.values()]) from None
 
 

@@ -179,9 +179,8 @@ def append_report(logs: Path | None, hang: Hang, sights: Sequence[Sight]) -> str
     for sight in sights:
         doing = f"{sight.where}, update {sight.step:,}, for {sight.age:.1f} s; {sight.calls} collectives called"
         record = hang.records.get(sight.rank, FlightRecord())
-        if record.pending:
-            doing += f"; not complete: {'; '.join(record.pending)}"
-        lines += [f"--- rank {sight.rank}, process {sight.process}, state {sight.state or '?'}: {doing}"]
+        doing += f"; not complete: {'; '.join(record.pending)}" if record.pending else ""
+        lines.append(f"--- rank {sight.rank}, process {sight.process}, state {sight.state or '?'}: {doing}")
         threads = [hang.stacks.get(sight.process) or _NO_STACK, record.threads]
         lines += [shareable("\n\n".join(filter(None, threads))), ""]
         if (worker := sight.worker) is not None:
@@ -195,13 +194,11 @@ def append_report(logs: Path | None, hang: Hang, sights: Sequence[Sight]) -> str
 
 
 def _save_records(folder: Path, records: Mapping[int, FlightRecord], sights: Sequence[Sight]) -> None:
-    if records:
-        folder.mkdir(exist_ok=True)
     for sight in sights:
-        if sight.rank in records:
-            write_atomically(folder / f"rank_{sight.rank}", records[sight.rank].content, durable=False)
-        else:
-            (folder / f"rank_{sight.rank}").unlink(missing_ok=True)
+        (folder / f"rank_{sight.rank}").unlink(missing_ok=True)  # of an earlier hang
+    for rank, record in records.items():
+        folder.mkdir(exist_ok=True)
+        write_atomically(folder / f"rank_{rank}", record.content, durable=False)
 
 
 def _read_by(sight: Sight, hang: Hang) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from lockstep.core.failure_kinds import FailureKind, Retry
+from lockstep.core.formatting import counted
 from lockstep.core.heartbeat import Reading
 from lockstep.launch.ends import End, first_cause
 from lockstep.launch.ends_file import gist
@@ -120,12 +121,9 @@ class Supervisor:
             return replace(result, kind=kind, text=f"{result.text}\n{self._is_taken}: its ranks don't start again")
         if result.code == 0 or self._last is None:
             return result
-        times = "once" if before == 1 else f"{before} times"
-        how = ", since memory ran out" if self._last is Retry.MEMORY else ""
-        again = f"its ranks had been started again {times}{how}" if before > 0 else ""
+        again = f"its ranks had been started again {counted(before, 'time')}" if before > 0 else ""
         advice = self._samples or (_ADVICE.get(self._last, "") if before > 0 else "")
-        text = "\n".join(line for line in (result.text, again, advice) if line)
-        return replace(result, text=text)
+        return replace(result, text="\n".join(filter(None, (result.text, again, advice))))
 
     def _may_help(self, kind: Retry, end: End, step: int) -> bool:
         """Return whether a failure may not come again; an exception of the program gets a second chance at a step."""

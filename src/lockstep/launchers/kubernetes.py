@@ -243,7 +243,7 @@ class _PodLogs:
             if name not in self._printed and len(state.first) > 1:
                 echo(f"--- {name}", file=sys.stderr, flush=True)
             self._printed.setdefault(name, "")
-            error = self._stream(name, _container_of(pod))
+            error = self._stream(name, pod["spec"]["containers"][0]["name"])
             if phase != "Running":
                 self._ended.add(name)
                 if error:
@@ -263,7 +263,3 @@ class _PodLogs:
                     echo(text, flush=True)
             complaint = logs.stderr.read().strip() if logs.stderr is not None else ""
         return complaint if logs.returncode else ""
-
-
-def _container_of(pod: Mapping[str, Any]) -> str:
-    return str(pod["spec"]["containers"][0]["name"])
