@@ -221,16 +221,6 @@ def test_closing_the_terminal_saves_and_stops_the_run(own: Path, ranks: int) -> 
     assert len(list((folder / "checkpoints").glob("step-*"))) == 1
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_unprintable_output_causes_no_traceback(own: Path, unbuffered: str) -> None:
-    environment = {**_environment(), "PYTHONUNBUFFERED": unbuffered}
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [*LOCKSTEP, "recipes"], env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
-        )
-    assert (done.returncode, done.stderr) == (1, "lockstep: output can't be written: No space left on device\n")
-
-
 def test_a_run_whose_standard_streams_are_closed_is_trained(own: Path) -> None:
     words = shlex.join([*LOCKSTEP, "train", "own.json", "--ranks", "2", "--run.folder", "mute"])
     done = subprocess.run(["sh", "-c", f"{words} <&- >&- 2>&-"], cwd=own, env=_environment(), timeout=180)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -23,8 +21,6 @@ import lockstep
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Watchdog
 from lockstep.core import heartbeat
-from lockstep.core.failure_kinds import FailureKind
-from lockstep.core.heartbeat import shared_heartbeat
 from lockstep.core.stopping import STACKS_SIGNAL
 from lockstep.distributed.collectives import LocalGroup
 from lockstep.distributed.process_group import joined
@@ -96,28 +92,6 @@ def test_a_process_that_trains_again_opens_nothing_again(monkeypatch: pytest.Mon
     config: Any = SimpleNamespace(recovery=SimpleNamespace(watchdog=Watchdog()))
     before = heartbeat.own()
     assert len({open_once() for _ in range(3)}) == 1
-
-
-def test_a_rank_that_is_killed_while_it_reads_a_sample() -> None:
-    beat = shared_heartbeat()
-    process = os.fork()
-    if process == 0:
-        heartbeat.use(beat)
-        with heartbeat.reads(np.array([7]), evaluates=False):
-            time.sleep(60)
-        os._exit(1)
-    try:
-        wait_until(lambda: beat.reading() is not None)
-        rank = outside_watch.OutsideRank(process, beat)
-        rank.update()
-        assert rank.ended is None
-    finally:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-    rank.update()
-    beat.close()
-    assert rank.ended is not None
-    assert (rank.ended.kind, rank.ended.samples) == (FailureKind.KILLED, (7,))
 
 
 def _started(machines: str) -> list[tuple[list[int], bool]]:

@@ -72,12 +72,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class ChaosRow:
-    """A round.
+    """A round: its fault, and what became of the run.
 
     Attributes:
-        fault, rank, step, phase: The fault.
-        fired: Whether it has had its effect.
-        code: Exit code of the run.
+        fired: Whether the fault has had its effect.
         recovery_seconds: From the fault to the end of the first update after it, or after it was mended.
         steps_redone: Updates that had been made before the fault, and were made again.
         equal: Whether the last checkpoint and the losses are bitwise those of the undisturbed run, or the reference.

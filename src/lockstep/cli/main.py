@@ -15,7 +15,6 @@ from typing import NoReturn, TextIO
 
 from lockstep.core.errors import ConfigError, Failure, Stopped, message_of
 from lockstep.core.json_output import json_only
-from lockstep.core.out_of_memory import out_of_memory_cause, requested_bytes
 from lockstep.core.stopping import stop_at_once
 from lockstep.core.terminal import echo
 from lockstep.launch.outcome import report_to_torchrun
@@ -71,19 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _print_error("stopped")
         return Stopped.exit_code
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory_cause(error):
-            raise
-        requested = requested_bytes(error)
-        _print_error("out of memory" + (f": {requested:,} bytes were requested" if requested else ""))
-        return 1
-    except OSError as error:
-        is_closed = isinstance(error, BrokenPipeError)  # the reader of the output, such as `head`, has ended
-        if not is_closed and (error.filename is not None or _is_writable(sys.stdout)):
-            raise
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         _discard(sys.stdout)
-        if not is_closed:
-            _print_error(f"output can't be written: {error.strerror}")
         return 1
 
 
@@ -168,14 +156,6 @@ def _flush(stream: TextIO) -> None:
         stream.flush()
     except OSError:
         _discard(stream)
-
-
-def _is_writable(stream: TextIO) -> bool:
-    try:
-        os.write(stream.fileno(), b"\n")
-    except OSError:
-        return False
-    return True
 
 
 def _discard(stream: TextIO) -> None:

@@ -127,10 +127,7 @@ class Hosts:
         node, address, world: Node rank and address of this host, and all hosts by node rank, once they have met.
         store_port: The port on loopback at which this host's ranks reach the store; 0 for the leader.
         ends: How ranks of other hosts have ended, or reported that they fail, by rank.
-        why_killed: Returns why a rank of this host may have been killed by SIGKILL.
-        recovers: Whether another round may follow after a failure.
-        elastic: Whether a round may have fewer hosts than the one before.
-        requests: The signals of this launcher, once it handles them.
+        recovers: Whether another round may follow after a failure; `elastic`: with fewer hosts.
         result: How the run has ended, the round (CALLED), or why the leader is lost (CUT_OFF).
         pauses: Whether this round's ranks have been stopped because a host waits to be taken in.
         decision: What the leader has decided for this round, as of `open_folder`.

@@ -4,13 +4,8 @@
     rank 1   ....killed by SIGKILL                                        the cause
     rank 2   ............................................ended            by the launcher: nothing to report
 
-A rank that fails breaks its peers' collectives, and their errors may be reported before its own. So causes are ordered
-by their kinds' weights (errors that a peer's failure explains come last), then by time.
-
-    rank 0   ..............collective timed out     also a consequence: `launch.timeout` is over
-    rank 1   .......................ended           the cause, without a report
-
-A rank that hangs reports nothing. It is identified by the others' reports: they have waited, and it hasn't.
+Causes are ordered by their kinds' weights (errors that a peer's failure explains come last), then by time. A rank that
+hangs reports nothing: it is identified by the others, which have waited.
 """
 
 from __future__ import annotations

@@ -92,12 +92,7 @@ def file_name(node: int) -> str:
 def append_ends(
     logs: Path, node: int, ends: Sequence[End], hosts: Sequence[str], result: LaunchResult, began: Mapping[int, int]
 ) -> None:
-    """Append the line of this launch; do nothing if the folder is gone or can't be written.
-
-    Args:
-        hosts: The name of each rank's host.
-        began: Sizes of the logs of this host's ranks, before they started.
-    """
+    """Append the line of this launch, if that can be done; `began`: sizes of this host's logs before it."""
     now, moment = time.time(), time.monotonic()
 
     def record(rank: int, end: End) -> dict[str, Any]:
@@ -178,12 +173,9 @@ def last_step(metrics: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class LastLaunch:
-    """The last launch of a run.
+    """The last launch of a run: its lines, of all hosts, node 0's first, and where each rank's log of it begins.
 
-    Attributes:
-        records: Its lines, of all hosts, node 0's first; none if none was left.
-        was_killed: Whether its launcher, which was Lockstep's, left no line.
-        log_starts: Rank --> where its log of this launch begins, in bytes of the file.
+    `was_killed`: its launcher, which was Lockstep's, left no line.
     """
 
     records: tuple[LaunchEnds, ...]

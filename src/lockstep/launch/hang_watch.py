@@ -81,9 +81,7 @@ class Sight:
         mark, age: Time of its last mark, and the seconds since then that count.
         waits: Whether it is in a collective.
         state: The kernel's letter for the state of its process, if it hasn't moved for a while.
-        step: The update of the run that it makes, from 1.
         updates, calls: Updates of this process that have ended; collectives that it has called.
-        reading: What its own process reads.
         worker: The first data worker that reads, if it may wait for one.
         limit: Seconds after which it is named if it doesn't move.
     """
@@ -120,11 +118,7 @@ class Sight:
 class Hang:
     """Ranks that hang; none if all ranks of this host wait for those of other hosts.
 
-    Attributes:
-        stacks: By process, of all ranks of this host.
-        records: By rank, of those that have written one.
-        is_stopped: Whether they are stopped (SIGSTOP).
-        collectives: What the ranks of this host wait in, as text, if all do.
+    Stacks are by process, flight records by rank; `collectives` is what the ranks wait in, if all do.
     """
 
     culprits: tuple[Sight, ...]
@@ -239,14 +233,7 @@ class _Incident:
 
 @dataclass
 class HangWatch:
-    """Watches the ranks of this host.
-
-    Attributes:
-        logs: Of the run, for the stacks; None: they are kept nowhere.
-        first: The first of the ranks among all.
-        alone: Whether there are no other hosts.
-        times: What the rounds before have learned.
-    """
+    """Watches the ranks of this host, from `first` on; `alone`: there are no other hosts."""
 
     options: Watchdog
     heartbeats: Sequence[Heartbeat]

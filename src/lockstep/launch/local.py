@@ -12,7 +12,6 @@ forever; and the tee takes rank 0's terminal away.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import math
 import multiprocessing
@@ -27,6 +26,7 @@ from lockstep.config.training_sections import Watchdog
 from lockstep.core.control_groups import WhyKilled, kernel_kills, why_killed
 from lockstep.core.errors import ConfigError, Failure, RunFailed, message_of
 from lockstep.core.failure_kinds import FailureKind, Retry
+from lockstep.core.process_settings import paused_collection
 from lockstep.core.ranks import LAUNCHER, RankEnvironment, started_by_lockstep
 from lockstep.core.stopping import handled_signals, stop_code
 from lockstep.launch import streams
@@ -128,16 +128,11 @@ def _not_started(job: Ranks, result: LaunchResult, failure: Failure, requests: S
 
 def import_ahead(names: Sequence[str]) -> None:
     """Import torch and other modules that every rank needs."""
-    collects = gc.isenabled()
-    gc.disable()  # imports are 10 % faster without garbage collection
-    try:
+    with paused_collection():  # imports are 10 % faster
         importlib.import_module("torch")
         for name in names:
             with contextlib.suppress(ImportError):  # a rank that needs it reports that
                 importlib.import_module(name)
-    finally:
-        if collects:
-            gc.enable()
 
 
 def refuse_import_of_script() -> None:

@@ -39,11 +39,8 @@ class MemoryFolder:
     def make(cls, run: Path, root: Path = ROOT, hosts: int = 0) -> MemoryFolder | None:
         """Return the folder for a run, which the caller has locked; None where there is no memory for files.
 
-        It is empty, unless a launcher of this run was killed and no other attempt has been made since.
-
-        Args:
-            hosts: Number of hosts of a run on several. Snapshots stay then: who reads them checks whether they are
-                valid (`HostPart`). Launchers on one machine have a folder each.
+        It is empty, unless a launcher of this run was killed and no other attempt has been made since. Of a run on
+        several hosts snapshots stay: who reads them checks them. Launchers on one machine have a folder each.
         """
         name = _name_of(run)
         try:

@@ -114,14 +114,9 @@ def _contradicted(launch: Launch) -> Iterator[Problem]:
 
 
 def interface_variables(interface: str | None, address: str = "") -> dict[str, str]:
-    """Return the variables by which gloo and NCCL use an interface, without those that the user has set.
+    """Return the variables by which gloo and NCCL use an interface, or the one that has an address of this host.
 
-    Args:
-        interface: Its name; None: the one that has `address`.
-        address: One of this host; empty: gloo and NCCL choose.
-
-    Raises:
-        ConfigError: There is no such interface, or it has no address.
+    Those that the user has set are left out. Raises ConfigError if there is no such interface with an address.
     """
     if interface is not None and (interface not in interface_names() or not has_address(interface)):
         others = ", ".join(name for name in interface_names() if has_address(name))

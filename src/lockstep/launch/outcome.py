@@ -1,8 +1,4 @@
-"""The result of a launch: an exit code and a message for a command, an exception for a program.
-
-Under torchrun a failure's message is also written to TORCHELASTIC_ERROR_FILE: it is then the last line of torchrun's
-report, which otherwise ends, a screen long, with a link.
-"""
+"""The result of a launch: an exit code and a message for a command, an exception for a program."""
 
 from __future__ import annotations
 
@@ -36,9 +32,7 @@ class LaunchResult:
     """The result of a launch.
 
     Attributes:
-        kind: How the run ended.
         text: Why it isn't done: a message, or a traceback after the name of its rank.
-        problems: The problems of a ConfigError that all ranks have raised.
         logs: The folder of each rank's output, if that helps.
         advice: That of an OutOfMemory, which `text` contains.
         cut_off: Whether a stop signal has ended ranks that could not save.
@@ -101,7 +95,7 @@ def print_on_stderr(text: str) -> None:
 
 
 def report_to_torchrun(failure: Failure) -> None:
-    """Write the failure to torchrun's error file; do nothing under other launchers."""
+    """Write the failure to torchrun's error file, so that its report ends with the message."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return

@@ -4,12 +4,7 @@
              <-- its file ------- File "model.py", line 33 in forward ...
     launcher -- bell --> a thread of the rank: collectives that aren't complete, other threads' stacks --> its file
 
-The log of a rank that has died of an abort or a crash ends with what C++ code has printed, and a stack:
-
-    terminate called after throwing an instance of 'gloo::EnforceNotMet'
-      what():  ... Received data size doesn't match expected size ...      --> the reason
-    Fatal Python error: Aborted
-      File "model.py", line 12 in forward                                  --> the line
+The log of a rank that has died of an abort or a crash ends with the reason that C++ code has printed, and a stack.
 """
 
 from __future__ import annotations
@@ -121,12 +116,11 @@ def _record() -> tuple[list[str], bool, bytes]:
 
 
 class FlightRecord(NamedTuple):
-    """The last collectives of a rank.
+    """The last collectives of a rank, and the stacks of its other threads.
 
     Attributes:
-        pending: Those that aren't complete, the oldest first.
+        pending: Collectives that aren't complete, the oldest first.
         on_device: Whether a device makes them, and the host doesn't wait for them, as under NCCL.
-        threads: The stacks of the rank's threads but the main one.
         content: The whole record, as torchfrtrace reads it.
     """
 

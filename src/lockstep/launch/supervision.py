@@ -50,11 +50,10 @@ class Supervisor:
     """Decides after each round whether there is another one.
 
     Attributes:
-        config: How many rounds there may be that don't get further.
         last_step: Returns the last update that the run has recorded or saved.
         resumed: Returns the entry of a rank that resumes from what the rounds before have saved.
         smaller: Makes micro-batches smaller after memory has run out; returns what changes, empty if nothing can.
-        taken: Returns why the run's folder isn't there any more, so that no ranks may start there; empty: it is.
+        taken: Returns why no ranks may start in the run's folder any more; empty: they may.
         rounds: Number of rounds that have ended.
     """
 

@@ -147,15 +147,10 @@ def _reason(instance: Mapping[str, Any]) -> str:
 
 
 def remove(aws: AwsCalls, job: AwsJob, *, settle: bool = False, keep_objects: bool = False) -> list[str]:
-    """Remove all that was created for a job, and return what was removed.
+    """Remove all that was created for a job, and return what was removed. Raises RunFailed if something is left.
 
-    Instances delete their disks and interfaces, and their spot requests end with them.
-
-    Args:
-        settle: Instances may have been started a moment ago, by a call whose answer was lost.
-
-    Raises:
-        RunFailed: Something is left, and may cost money.
+    Instances delete their disks and interfaces, and their spot requests end with them. `settle`: instances may have
+    been started a moment ago, by a call whose answer was lost.
     """
     try:
         removed = _terminate(aws, job, settle=settle)

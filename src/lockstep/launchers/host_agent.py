@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import IO, Any, cast
 
 from lockstep.core.interfaces import is_loopback, outside_addresses
 from lockstep.core.stopping import die_with_parent, handled_signals
@@ -75,18 +75,10 @@ def _facts(folder: str) -> Mapping[str, Any]:
 
 def _run(order: Mapping[str, Any], lines: _Lines) -> int:
     """Run the command in a session of its own, and return its exit code once nothing is left of it."""
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "lockstep", *order["words"]],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, **order["environment"]},
-        start_new_session=True,
-        preexec_fn=partial(die_with_parent, os.getpid()),
-    )
-    assert child.stdout is not None
-    assert child.stderr is not None
-    pairs = [(child.stdout.fileno(), 1), (child.stderr.fileno(), 2)]
+    words, null, pipe = [sys.executable, "-P", "-m", "lockstep", *order["words"]], subprocess.DEVNULL, subprocess.PIPE
+    variables, dies = {**os.environ, **order["environment"]}, partial(die_with_parent, os.getpid())
+    child = subprocess.Popen(words, 0, None, null, pipe, pipe, env=variables, start_new_session=True, preexec_fn=dies)
+    pairs = [(cast("IO[bytes]", child.stdout).fileno(), 1), (cast("IO[bytes]", child.stderr).fileno(), 2)]
     pumps = [threading.Thread(target=_pump, args=pair, daemon=True) for pair in pairs]
     for pump in pumps:
         pump.start()

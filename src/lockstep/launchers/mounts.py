@@ -28,10 +28,7 @@ def mount_problems(
 ) -> list[Problem]:
     """Return a problem for each path of the command that a container doesn't see, and for a run that it would lose.
 
-    Args:
-        folder: Where the command runs.
-        flag: Of the launcher, with which a folder is mounted.
-        read_only: What its value ends with if the container only reads the folder.
+    `flag` mounts a folder, with a value that ends with `read_only` if the container only reads it.
     """
     problems = []
     for text in command.paths:

@@ -1,10 +1,4 @@
-"""All launchers: a line for each of Lockstep's; users add launchers without one.
-
-lockstep launch slurm                  the object SLURM of the module slurm, listed here
-lockstep launch my_package:LAUNCHER    an object by `module:Name`, or `file.py:Name`
-lockstep launch mine                   an object that an installed package declares as an entry point of the group
-                                       `lockstep.launchers`
-"""
+"""All launchers: Lockstep's, those of `module:Name`, and entry points of the group `lockstep.launchers`."""
 
 from __future__ import annotations
 

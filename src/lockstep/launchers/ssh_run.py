@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, TextIO
+from typing import IO, Any, TextIO, cast
 
 from lockstep.core.errors import Paused, RunFailed, Stopped
 from lockstep.core.stopping import SAVE_SIGNAL, handled_signals
@@ -49,10 +49,8 @@ class SshHost:
             self.process = subprocess.Popen(words, 0, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         except FileNotFoundError:
             raise RunFailed("ssh is not installed here; install OpenSSH's client") from None
-        assert self.process.stdin
-        assert self.process.stdout
-        assert self.process.stderr
-        self.stdin, self.stdout, self.stderr = self.process.stdin, self.process.stdout, self.process.stderr
+        streams = (self.process.stdin, self.process.stdout, self.process.stderr)
+        self.stdin, self.stdout, self.stderr = (cast("IO[bytes]", stream) for stream in streams)
         self.name = name
         self.log = log
         self.code: int | None = None

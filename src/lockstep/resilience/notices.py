@@ -7,8 +7,7 @@
     http://...          that address                                                it answers 200
     /path/of/a/file     that file                                                   it exists
 
-A thread of one rank a machine looks every few seconds. A notice counts as a scheduler's warning, SIGUSR1: all ranks
-stop after the same update, save, and exit with 75.
+A thread of one rank a machine looks every few seconds. A notice counts as a scheduler's warning, SIGUSR1.
 """
 
 from __future__ import annotations

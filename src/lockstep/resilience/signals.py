@@ -3,9 +3,7 @@
 SIGINT, SIGTERM, SIGHUP, SIGUSR1    once: all ranks stop after the same update, and save; again: this process stops now
 SIGUSR2                             all ranks save after the same update, and continue
 
-SIGHUP comes when a terminal is closed. SIGUSR1 is what Slurm's `--signal=USR1@90` sends some time before a limit.
-Under Lockstep's launcher, the launcher handles "again": a rank may get one signal twice, from the launcher and from a
-process that signals the whole process group.
+Lockstep's launcher handles "again": a rank may get one signal twice.
 """
 
 from __future__ import annotations
