@@ -171,7 +171,7 @@ def test_ls_of_a_run_without_checkpoints(ask: Ask, tmp_path: Path) -> None:
     answer = ask("ls", tmp_path, "--json")
     assert (answer.code, answer.lines[0]) == (0, f"there is no checkpoint in {tmp_path / 'checkpoints'}")
     assert answer.json["checkpoints"] == []
-    assert ask("prune", tmp_path).lines == ["deleted none (0 B); 0 are kept"]
+    assert ask("prune", tmp_path).lines == ["deleted none (0 B); 0 kept"]
 
 
 def test_deletable_checkpoints_are_marked(ask: Ask, tmp_path: Path) -> None:
@@ -605,7 +605,7 @@ def test_flags_override_the_config(ask: Ask, run: Path) -> None:
     assert _names(run) == ["step-00000006", "step-00000008"]
     assert answer.lines[0].startswith("deleted step-00000004, ")
     assert answer.lines[1].startswith("deleted 1 (")
-    assert answer.lines[1].endswith("); 2 are kept; step-00000008 is intact")
+    assert answer.lines[1].endswith("); 2 kept; step-00000008 is intact")
 
 
 def test_a_dry_run_deletes_nothing(ask: Ask, run: Path) -> None:

@@ -12,14 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.chaos.kinds import ONE_SAMPLE
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.config.every import Every
 from lockstep.core.errors import RunFailed
 from lockstep.data.bad_samples import BAD_NUMBERS
 from lockstep.monitor.attempts import read_attempts
 from lockstep.plan.batch import half
-from lockstep.resilience.faults import OOM, SHRINK, Fault
+from lockstep.resilience.faults import OOM, SHRINK
 from lockstep.resilience.number_faults import NAN
 from lockstep.training.ledger import left_out_in
 from lockstep.training.locations import choose, find
@@ -31,16 +30,10 @@ if TYPE_CHECKING:
 _EVERY_STATE = "every-state"
 
 
-def in_memory(fault: Fault, undisturbed: Path) -> Fault:
-    """Return a fault of kind `oom`, after which half of the micro-batch fits. Raises RunFailed if it has one sample."""
-    if not can_be_halved(undisturbed):
-        raise RunFailed(f"--faults {OOM} {ONE_SAMPLE}")
-    return replace(fault, above=half(_last(undisturbed, "micro_size")))
-
-
-def can_be_halved(undisturbed: Path) -> bool:
-    """Return whether a run's micro-batches have more than one sample."""
-    return _last(undisturbed, "micro_size") > 1
+def half_of(undisturbed: Path) -> int:
+    """Return half of a run's micro-batch; 0 if it has one sample."""
+    size = _last(undisturbed, "micro_size")
+    return half(size) if size > 1 else 0
 
 
 def needs_one(kind: str, run: Path, undisturbed: Path) -> bool:

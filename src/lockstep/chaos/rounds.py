@@ -19,7 +19,7 @@ import torch
 from lockstep.chaos import references
 from lockstep.chaos.drawing import balanced, draw_fault, updates_between_saves
 from lockstep.chaos.hosts import output_of, train_on_several
-from lockstep.chaos.kinds import Cluster, applicable, prepared
+from lockstep.chaos.kinds import ONE_SAMPLE, Cluster, applicable, prepared
 from lockstep.chaos.launchers import Launchers, StopRequest
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.reading import read_manifest
@@ -116,7 +116,9 @@ def run_rounds(job: Job, settings: Settings, stop: StopRequest) -> Iterator[Chao
     torch.set_num_threads(1)  # this process will be forked
     rounds.train_undisturbed()
     rounds.prepare(kinds)
-    if not settings.kinds and not references.can_be_halved(rounds.undisturbed):
+    if OOM in kinds and not references.half_of(rounds.undisturbed):
+        if settings.kinds:
+            raise ConfigError(f"--faults {OOM} {ONE_SAMPLE}")
         kinds = tuple(kind for kind in kinds if kind != OOM)
     draws = random.Random(settings.seed)
     rows = []
@@ -130,12 +132,9 @@ def run_rounds(job: Job, settings: Settings, stop: StopRequest) -> Iterator[Chao
 def free_folder(chosen: Path | None, recipe: str) -> Path:
     """Make and return the folder of all runs. Raises ConfigError if the chosen one has content."""
     folder = chosen or Path("runs") / f"chaos-{Path(recipe).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
-            raise ConfigError(f"--folder {folder} has content; name a new or an empty one")
-    except OSError as error:
-        raise ConfigError(f"--folder {folder}: {error.strerror or error}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ConfigError(f"--folder {folder} has content; name a new or an empty one")
     return folder.absolute()
 
 
@@ -170,7 +169,7 @@ class _Rounds:
         fault = draw_fault(draws, kind, world.size, world.ranks, self._settings.steps, plan)
         try:
             if kind == OOM:
-                fault = references.in_memory(fault, self.undisturbed)
+                fault = replace(fault, above=references.half_of(self.undisturbed))
             row = self._disturbed(fault, plan)
         except Stopped:
             raise

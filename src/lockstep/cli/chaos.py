@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_run, approved_config, nodes, path, whole
-from lockstep.core.closest import closest_match
+from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, Stopped, VerificationError
 from lockstep.core.json_output import emit
 from lockstep.core.nodes import node_range
@@ -146,9 +146,7 @@ def _faults(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
         if name not in KINDS:
-            nearest = closest_match(name, KINDS)
-            meant = f"; did you mean {nearest}?" if nearest else ""
-            raise argparse.ArgumentTypeError(f"{name!r} is no kind of fault; there are {', '.join(KINDS)}{meant}")
+            raise argparse.ArgumentTypeError(f"{name!r} is no kind of fault; {did_you_mean(name, KINDS)}")
     return names
 
 

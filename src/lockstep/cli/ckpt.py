@@ -24,7 +24,7 @@ from lockstep.cli.arguments import (
     run_command,
     whole,
 )
-from lockstep.core.errors import ConfigError, RunFailed, VerificationError
+from lockstep.core.errors import ConfigError, VerificationError
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo, plain_line
 
@@ -39,12 +39,7 @@ if TYPE_CHECKING:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one of the commands."""
-    try:
-        return run_command("ckpt", COMMANDS, arguments)
-    except OSError as error:
-        if error.filename is None:  # of this program's output
-            raise
-        raise RunFailed(f"can't use {error.filename}: {error.strerror or error}") from error
+    return run_command("ckpt", COMMANDS, arguments)
 
 
 def _ls(arguments: Sequence[str]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from lockstep.checkpoint.inspection import ListedCheckpoint, PruneResult, Verifi
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.config.wording import yaml_like
 from lockstep.core import formatting
+from lockstep.core.formatting import counted
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.comparison import Comparison, TensorDifference
@@ -73,7 +74,7 @@ def shown(place: str, manifest: Manifest, *, tensors: bool) -> Lines:
     contents = {
         "run": manifest.run,
         **_progress(manifest),
-        "size": f"{formatting.size(manifest.size)} in {_number(len(manifest.files), 'file')}",
+        "size": f"{formatting.size(manifest.size)} in {counted(len(manifest.files), 'file')}",
         "versions": {"python": manifest.environment.get("python"), **manifest.environment.get("packages", {})},
         "config": manifest.config,
         "state": {key: _short(yaml_like(value)) for key, value in manifest.state.items() if key != "ledger"},
@@ -151,17 +152,17 @@ def audited_json(audit: Audit) -> Object:
 def compared(names: Sequence[str], comparison: Comparison) -> Lines:
     """Return the first differences of each kind."""
     if comparison.equal:
-        return [f"equal: {_number(comparison.same, 'tensor')}, config and state"]
+        return [f"equal: {counted(comparison.same, 'tensor')}, config and state"]
     lines = [f"A  {names[0]}", f"B  {names[1]}"]
     for side, alone in zip("AB", comparison.alone, strict=True):
-        lines += _first(f"{_number(len(alone), 'tensor')} only in {side}", alone)
+        lines += _first(f"{counted(len(alone), 'tensor')} only in {side}", alone)
     kinds = [f"{name}: {first} in A, {second} in B" for name, first, second in comparison.kinds]
-    lines += _first(f"{_number(len(kinds), 'tensor')} with another shape or dtype", kinds)
+    lines += _first(f"{counted(len(kinds), 'tensor')} with another shape or dtype", kinds)
     values = list(map(_difference, comparison.values))
-    lines += _first(f"{_number(len(values), 'tensor')} with other values ({comparison.same} are identical)", values)
+    lines += _first(f"{counted(len(values), 'tensor')} with other values ({comparison.same} are identical)", values)
     for what, differences in (("config", comparison.config), ("state", comparison.state)):
         items = [f"{key}: {_value(first)} in A, {_value(second)} in B" for key, (first, second) in differences.items()]
-        lines += _first(f"{_number(len(items), 'value')} of the {what}", items)
+        lines += _first(f"{counted(len(items), 'value')} of the {what}", items)
     return lines
 
 
@@ -176,7 +177,7 @@ def _first(title: str, items: Sequence[str]) -> Lines:
     if not items:
         return []
     more = [f"  and {len(items) - _MAX_LINES} more"] if len(items) > _MAX_LINES else []
-    return [f"{title}:", *_indented(items[:_MAX_LINES]), *more]
+    return [f"{title}:", *(f"  {item}" for item in items[:_MAX_LINES]), *more]
 
 
 def _difference(tensor: TensorDifference) -> str:
@@ -197,10 +198,10 @@ def pruned(result: PruneResult, aside: Mapping[str, int], *, dry: bool) -> Lines
     deleted = {**result.deleted, **aside}
     verb = "would delete" if dry else "deleted"
     verified = f"; {result.trusted} is intact" if result.trusted is not None else ""
-    kept = f"{len(result.stay)} {'is' if len(result.stay) == 1 else 'are'} kept"
+    total = formatting.size(sum(deleted.values()))
     return [
         *(f"{verb} {name}, {formatting.size(size)}" for name, size in deleted.items()),
-        f"{verb} {len(deleted) or 'none'} ({formatting.size(sum(deleted.values()))}); {kept}{verified}",
+        f"{verb} {len(deleted) or 'none'} ({total}); {len(result.stay)} kept{verified}",
     ]
 
 
@@ -218,10 +219,6 @@ def _table(rows: Sequence[Sequence[str]], sides: str) -> Lines:
     ]
 
 
-def _indented(lines: Iterable[str]) -> Lines:
-    return [f"  {line}" for line in lines]
-
-
 def _metrics(metrics: Mapping[str, float | None]) -> str:
     """Return metrics by evaluation set, such as `held-out: loss 0.1385, accuracy 97.21 %`."""
     by_set: dict[str, dict[str, float | None]] = {}
@@ -234,10 +231,6 @@ def _metrics(metrics: Mapping[str, float | None]) -> str:
 def _ago(manifest: Manifest) -> str:
     seconds = age(manifest, time.time())
     return manifest.written if seconds is None else f"{formatting.duration(seconds)} ago"
-
-
-def _number(number: int, of: str) -> str:
-    return f"{number:,} {of}{'' if number == 1 else 's'}"
 
 
 def _short(text: str) -> str:

@@ -22,7 +22,6 @@ from lockstep.cli.arguments import (
     size,
     whole,
 )
-from lockstep.core.errors import RunFailed
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 
@@ -56,12 +55,8 @@ def prepare(arguments: Sequence[str]) -> Prepared:
         parser.error("RUN, --known and --ranks (or --nodes) exclude each other; name one")
     refuse_hosts_without_number(args, args.launch_nodes or 1)
     answers_here = args.run is not None or args.known
-    return Prepared(partial(chosen[0], args, _width()), name="doctor", nodes=not answers_here, ranks=args.ranks)
-
-
-def _width() -> int | None:
-    """Return the columns of the terminal; None: stdout is a file or a pipe."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return Prepared(partial(chosen[0], args, width), name="doctor", nodes=not answers_here, ranks=args.ranks)
 
 
 def _examine(args: argparse.Namespace, width: int | None) -> int:
@@ -99,10 +94,7 @@ def _show_known(args: argparse.Namespace, width: int | None) -> int:
 def _diagnose(args: argparse.Namespace, width: int | None) -> int:
     from lockstep.doctor.run import describe_run, diagnose_run, run_as_json
 
-    try:
-        diagnosis = diagnose_run(args.run)
-    except OSError as error:
-        raise RunFailed(f"can't read {error.filename or args.run}: {error.strerror or error}") from error
+    diagnosis = diagnose_run(args.run)
     if args.json:
         emit(run_as_json(diagnosis))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,6 @@ def run(arguments: Sequence[str]) -> int:
     add_json(parser)
     args = parser.parse_args(arguments)
 
-    from lockstep.core.errors import RunFailed
     from lockstep.looking.states import status_of
     from lockstep.monitor.folder import is_run, refuse_escaping_links
     from lockstep.report.explanation import explain
@@ -32,10 +32,7 @@ def run(arguments: Sequence[str]) -> int:
     if not is_run(args.run):
         raise not_a_run(args.run)
     refuse_escaping_links(args.run)
-    try:
-        explanation = explain(args.run, _profiled(args.run), status_of(args.run).sentence)
-    except OSError as error:
-        raise RunFailed(f"can't read {error.filename or args.run}: {error.strerror or error}") from error
+    explanation = explain(args.run, _profiled(args.run), status_of(args.run).sentence)
     if args.json:
         useful, names = explanation.goodput, ("name", "share", "gain", "fact", "remedy")
         share, wall, lost = (useful.share, useful.wall, useful.losses()) if useful is not None else (None, None, None)
@@ -58,10 +55,8 @@ def _profiled(run: Path) -> list[Limit] | None:
 
     traces = []
     for path in trace_files(run):
-        try:
+        with suppress(RunFailed):  # `lockstep profile` says what is wrong with it
             traces.append(read_trace(path))
-        except RunFailed:  # `lockstep profile` says what is wrong with it
-            continue
     if not traces:
         return None
     return [replace(finding, fact=f"A profile shows that {finding.fact}") for finding in findings_of(traces)]

@@ -101,11 +101,8 @@ def _write(folder: Path, texts: dict[str, str]) -> None:
     if there:
         named = f"{' and '.join(there)} {'exist' if len(there) > 1 else 'exists'}"
         raise ConfigError(f"{named} already, and nothing was overwritten; use another --folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            with open(folder / name, "x", encoding="utf-8") as file:
-                file.write(text)
-            echo(f"wrote {folder / name}")
-    except OSError as error:
-        raise ConfigError(f"{folder} can't be written to: {error.strerror}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        with open(folder / name, "x", encoding="utf-8") as file:
+            file.write(text)
+        echo(f"wrote {folder / name}")

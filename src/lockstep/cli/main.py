@@ -73,6 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         _discard(sys.stdout)
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _print_error(f"can't use {error.filename}: {error.strerror or error}")
+        return 1
 
 
 def command() -> NoReturn:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.core.control_groups import WhyKilled
 from lockstep.core.errors import Failure, Problem, Stopped, message_of, named_ranks
 from lockstep.core.failure_kinds import FailureKind
+from lockstep.core.formatting import counted
 from lockstep.core.stopping import blocked_signals
 from lockstep.launch.ends import CAUSED_BY_STOP, End, end_fields, end_of_fields, first_cause, with_cause
 from lockstep.launch.ends_file import gist
@@ -500,5 +501,5 @@ class FollowerRounds:
 
 
 def _of_round(hosts: Hosts) -> str:
-    number, named = len(hosts.world), ", ".join(map(str, hosts.world))
-    return f"lockstep: round {hosts.round} trains on {number} host{'s' * (number > 1)}: {named}"
+    named = ", ".join(map(str, hosts.world))
+    return f"lockstep: round {hosts.round} trains on {counted(len(hosts.world), 'host')}: {named}"

@@ -49,7 +49,7 @@ from lockstep.launch.worker_group import Ranks, Round, SignalRequests, watch
 
 _UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script
 _GUARD = 'ranks are fresh interpreters, which import the script: put the call under `if __name__ == "__main__":`'
-_SHARE_OF_GRACE = 0.8
+_SHARE_OF_GRACE = 0.8  # in the rest, a snapshot is saved instead
 _RAISED = (FailureKind.EXCEPTION, FailureKind.DEVICE, FailureKind.PEER_FAILED)
 
 
@@ -94,8 +94,9 @@ def launch(
     if may_run_here and not forks:  # a notebook, whose objects no other process can have
         return _run_here(entry, launch, logs)
     job = Ranks(entry, ranks, launch, logs, forks, hosts, watchdog)
+    patience = math.inf if launch.grace is None else _SHARE_OF_GRACE * launch.grace
     with (
-        contextlib.closing(SignalRequests(_patience(launch.grace))) as requests,
+        contextlib.closing(SignalRequests(patience)) as requests,
         handled_signals(requests.stop, requests.save, last=not own_process),
     ):
         return _run_rounds(job, remedy, requests, supervisor)
@@ -160,11 +161,6 @@ def _run_here(entry: Callable[[], int], launch: Launch, logs: Path | None) -> La
             append_end(log, end)
             append_ends(logs, 0, [end], [socket.gethostname()], result, old_sizes)
         return result
-
-
-def _patience(grace: float | None) -> float:
-    """Return how long ranks may take to stop, so that time is left in which a snapshot is saved instead."""
-    return math.inf if grace is None else _SHARE_OF_GRACE * grace
 
 
 def _run_ranks(

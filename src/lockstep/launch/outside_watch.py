@@ -56,13 +56,8 @@ def watched_from_outside(config: Config, logs: Path | None) -> Iterator[Callable
         places = cast("list[tuple[str, int, Sequence[int]]]", ranks.gather((machine(), os.getpid(), tuple(own.files))))
         here = [rank for rank, (place, _, _) in enumerate(places) if place == places[ranks.rank][0]]
         if ranks.rank == here[0]:
-            task = {
-                "options": options.model_dump(),
-                "logs": None if logs is None else str(logs),
-                "processes": [places[rank][1] for rank in here],
-                "first": here[0],
-                "alone": len(here) == ranks.size,
-            }
+            task = {"first": here[0], "alone": len(here) == ranks.size, "processes": [places[rank][1] for rank in here]}
+            task |= {"options": options.model_dump(), "logs": None if logs is None else str(logs)}
             _start(task, here, [places[rank] for rank in here])
 
     try:
@@ -83,7 +78,8 @@ def _heartbeat_of_process() -> Heartbeat:
 def _start(task: Mapping[str, object], ranks: Sequence[int], places: Sequence[tuple[str, int, Sequence[int]]]) -> None:
     with contextlib.ExitStack() as opened:
         try:
-            files = [[_opened(opened, process, file) for file in files] for _, process, files in places]
+            paths = [[f"/proc/{process}/fd/{file}" for file in files] for _, process, files in places]
+            files = [[opened.enter_context(open(path, "r+b", 0)).fileno() for path in each] for each in paths]
             subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, json.dumps({**task, "files": files})],
                 stdin=subprocess.DEVNULL,
@@ -94,12 +90,6 @@ def _start(task: Mapping[str, object], ranks: Sequence[int], places: Sequence[tu
         except OSError as error:
             why = error.strerror or error
             print_on_stderr(f"lockstep: {named_ranks(ranks)} can't be watched for hangs: {why}")
-
-
-def _opened(opened: contextlib.ExitStack, process: int, file: int) -> int:
-    handle = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
-    opened.callback(os.close, handle)
-    return handle
 
 
 # --- in the process beside the ranks --------------------------------------------------------------------------------

@@ -270,16 +270,12 @@ def watch(
         if stops and hangs is not None and hangs.has_named:  # the others can't save without it
             deadlines.kill = min(deadlines.kill, time.monotonic() + _GRACE)
         _set_deadlines(ends, deadlines, patience, hosts.size if hosts is not None else len(members))
-        _enforce(living, deadlines, _grace(ends))
+        is_silent = any(end.kind in (FailureKind.TIMED_OUT, FailureKind.LOST) for end in ends.values())
+        _enforce(living, deadlines, _GRACE_SILENT if is_silent else _GRACE)
         if hosts is not None:
             _give_up_others([member.ended for member in members], hosts, deadlines, patience, stops)
     ends = ends if hosts is None else {**hosts.ends, **ends}  # a host may have been given up since
     return [end for _, end in sorted(ends.items())]
-
-
-def _grace(ends: Mapping[int, End]) -> float:
-    has_waited = any(end.kind in (FailureKind.TIMED_OUT, FailureKind.LOST) for end in ends.values())
-    return _GRACE_SILENT if has_waited else _GRACE
 
 
 def _others_have_ended(hosts: Hosts | None) -> bool:

@@ -144,8 +144,6 @@ def _malformed(options: DockerOptions, folder: Path) -> Iterator[Problem]:
     if options.image is None and not (folder / "Dockerfile").is_file():
         yield Problem("--image", "", "is missing, and there is no Dockerfile here to build it from; give an image in "
                       "which Lockstep is installed, or write a Dockerfile: lockstep init docker")  # fmt: skip
-    if folder == Path("/"):
-        yield Problem("", "", "containers see the current folder, which is /; call this in the folder of your project")
     if options.user is not None and not re.fullmatch(r"[0-9]+(:[0-9]+)?", options.user):
         yield Problem("--user", "", f"{options.user!r} is not UID or UID:GID, such as 1000:1000")
     for text in options.volume:

@@ -11,10 +11,7 @@ from lockstep.core.protocols import Launcher
 from lockstep.core.terminal import shortened
 
 BUILTIN = {
-    "aws": (
-        "on instances of AWS that are started for it",
-        "--type g6.12xlarge --bucket my-bucket --instance-profile train",
-    ),
+    "aws": ("on new instances of AWS", "--type g6.12xlarge --bucket my-bucket --instance-profile train"),
     "docker": ("in containers of this machine", "--image me/train:1"),
     "kubernetes": ("in pods of a Kubernetes cluster", "--image registry.example/me/train:1 --volume work:/work"),
     "ray": ("on the nodes of a Ray cluster", "--nodes 2 --gpus-per-node 8"),

@@ -339,12 +339,8 @@ def _code(tasks: Sequence[Mapping[str, str]]) -> int | None:
 
 
 def _code_of(task: Mapping[str, str]) -> int:
-    state, code = task["JobState"], int(task["ExitCode"].split(":")[0])
-    if state == "CANCELLED":
-        return Stopped.exit_code
-    if state == "COMPLETED":
-        return 0
-    return (code or 1) if state == "FAILED" else 1
+    code = int(task["ExitCode"].split(":")[0]) or 1
+    return {"CANCELLED": Stopped.exit_code, "COMPLETED": 0, "FAILED": code}.get(task["JobState"], 1)
 
 
 def _line(task: Mapping[str, str]) -> str:

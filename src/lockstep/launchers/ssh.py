@@ -149,7 +149,6 @@ class SshLauncher:
         except BaseException:
             for host in hosts:
                 host.hang_up()
-            for host in hosts:
                 host.process.wait()
             raise
         parts = [text.partition("=") for text in record["environment"]]

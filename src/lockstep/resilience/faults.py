@@ -231,22 +231,6 @@ def _flip(fault: Fault, plan: Path, fired: Callable[[], None]) -> None:
         os.kill(process, signal.SIGKILL)
 
 
-def _kill_host() -> None:
-    os.kill(os.getppid(), signal.SIGKILL)  # the launcher, with which its ranks end
-    time.sleep(_PATIENCE_S)
-
-
-def _hang() -> None:
-    while True:
-        time.sleep(_SLICE_S)
-
-
-def _hold_interpreter() -> None:
-    library = ctypes.PyDLL(None)  # whose functions keep the interpreter's lock
-    while True:
-        library.sleep(int(_PATIENCE_S))
-
-
 def _wait_for_network(fault: Fault) -> None:
     """Wait until the network fails. Raises PlantedFault if it doesn't."""
     deadline = time.monotonic() + _PATIENCE_S
@@ -267,13 +251,17 @@ def _act(fault: Fault, world: World) -> None:
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "hang":
-            _hang()
+            while True:
+                time.sleep(_SLICE_S)
         case "gil":
-            _hold_interpreter()
+            library = ctypes.PyDLL(None)  # whose functions keep the interpreter's lock
+            while True:
+                library.sleep(int(_PATIENCE_S))
         case "collective":
             world.axis.gather(None)
         case "host" | "shrink":
-            _kill_host()
+            os.kill(os.getppid(), signal.SIGKILL)  # the launcher, with which its ranks end
+            time.sleep(_PATIENCE_S)
 
 
 _PLANTED_AHEAD = (OOM, SAMPLE)

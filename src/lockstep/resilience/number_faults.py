@@ -30,18 +30,14 @@ def make_nan(model: nn.Module, fired: Callable[[], None]) -> None:
 
 
 def _spoiled(output: Any) -> Any:
+    import torch
+
     if isinstance(output, MutableMapping):
         for name, value in output.items():
-            if _is_of_numbers(value):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
                 output[name] = value * _NAN
         return output
     return (output[0] * _NAN, *output[1:]) if isinstance(output, tuple) else output * _NAN
-
-
-def _is_of_numbers(value: object) -> bool:
-    import torch
-
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
