@@ -19,7 +19,7 @@ from kit.hosts import needs_hosts
 
 from lockstep.chaos.drawing import balanced
 from lockstep.chaos.kinds import Cluster, applicable
-from lockstep.chaos.rounds import config_of_round, differing
+from lockstep.chaos.rounds import config_of_round
 from lockstep.config.loading import validate
 from lockstep.core.phase_clock import PhaseClock
 from lockstep.resilience.faults import Fault, PlantedFault, events_of, plant, write_plan
@@ -79,11 +79,8 @@ def test_each_kind_of_fault(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "words", [[], pytest.param(["--model.compile", "true"], marks=pytest.mark.drill)], ids=["eager", "compiled"]
-)
-def test_memory_that_runs_out(tmp_path: Path, words: list[str]) -> None:
-    done = chaos(tmp_path, "--rounds", "1", "--faults", "oom", "--json", "--keep", "--batch.global_size", "16", *words)
+def test_memory_that_runs_out(tmp_path: Path) -> None:
+    done = chaos(tmp_path, "--rounds", "1", "--faults", "oom", "--json", "--keep", "--batch.global_size", "16")
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads(done.stdout)
     assert row["passed"]
@@ -204,7 +201,8 @@ def test_a_recipe_that_fails_undisturbed(tmp_path: Path) -> None:
         (["--launch.nodes", "2", "--launch.rendezvous", "a:1"], "give --nodes instead"),
         (["--faults", "shrink"], "give --nodes MIN:MAX"),
         (["--faults", "partition"], "give --nodes 2"),
-        (["--faults", "diverge", "--parallel.strategy", "fsdp"], "2 replicas of the parameters"),
+        (["--faults", "diverge", "--parallel.strategy", "fsdp"], "changes one of several copies of a parameter"),
+        (["--faults", "nan", "--model.compile", "true"], "set model.compile: false"),
         (["--faults", "flip", "--steps", "4"], "give --steps 5 at least"),
         (["--faults", "oom", "--batch.micro_size", "1"], "set a larger batch.micro_size"),
     ],
@@ -286,48 +284,6 @@ def updates(plan: Path) -> None:
     for _ in range(4):
         clock.enter(Phase.FORWARD)
         clock.updated()
-
-
-class UndeterminedInEvaluations(small.Net):
-    """Draws from what no run can repeat, but not in updates."""
-
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
-        return super().forward(points) * (1 if self.training else 1 + int.from_bytes(os.urandom(4)) / 2**32)
-
-
-def test_an_evaluation_that_differs_is_found(tmp_path: Path) -> None:
-    model = {"kind": "custom", "target": f"{HERE}:UndeterminedInEvaluations"}
-    done = chaos(tmp_path, "--rounds", "1", "--faults", "raise", "--json", model=model)
-    assert done.returncode == 3, done.stdout + done.stderr
-    (row,) = json.loads(done.stdout)
-    assert row["equal"]
-    assert row["evaluations_differ"] > 0
-    assert not row["passed"]
-    assert "events.jsonl lacks 1 evaluations, or has others" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("events", "exact", "differ"),
-    [
-        ([(3, 2.0), (6, 1.0)], True, 0),
-        ([(3, 2.0)], True, 1),
-        ([(3, 2.0), (6, 1.0), (6, 1.0)], True, 1),
-        ([(3, 2.0), (6, 1.001)], True, 1),
-        ([(3, 2.0), (6, 1.001)], False, 0),
-        ([(3, 2.0), (6, 1.1)], False, 1),
-        ([(3, 2.0), (6, None)], False, 1),
-        ([(3, 2.0)], False, 1),
-    ],
-)
-def test_evaluations_that_are_missing_or_differ_are_counted(
-    events: list[tuple[int, float | None]], exact: bool, differ: int, tmp_path: Path
-) -> None:
-    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
-    for folder, pairs in ((run, events), (undisturbed, [(3, 2.0), (6, 1.0)])):
-        folder.mkdir()
-        lines = [{"evaluation": "held-out", "step": step, "seconds": len(pairs), "loss": loss} for step, loss in pairs]
-        (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert differing(run, undisturbed, undisturbed, exact=exact) == differ
 
 
 @pytest.mark.parametrize(("every", "expected"), [("1 minute", "3 steps"), ("2 steps", "2 steps"), (None, "None")])

@@ -116,9 +116,7 @@ def run_rounds(job: Job, settings: Settings, stop: StopRequest) -> Iterator[Chao
     torch.set_num_threads(1)  # this process will be forked
     rounds.train_undisturbed()
     rounds.prepare(kinds)
-    if OOM in kinds and not references.half_of(rounds.undisturbed):
-        if settings.kinds:
-            raise ConfigError(f"--faults {OOM} {ONE_SAMPLE}")
+    if not settings.kinds and not references.half_of(rounds.undisturbed):
         kinds = tuple(kind for kind in kinds if kind != OOM)
     draws = random.Random(settings.seed)
     rows = []
@@ -170,6 +168,8 @@ class _Rounds:
         try:
             if kind == OOM:
                 fault = replace(fault, above=references.half_of(self.undisturbed))
+                if not fault.above:
+                    raise RunFailed(f"--faults {OOM} {ONE_SAMPLE}")
             row = self._disturbed(fault, plan)
         except Stopped:
             raise

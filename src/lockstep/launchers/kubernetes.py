@@ -26,7 +26,7 @@ from lockstep.launchers.kubernetes_manifests import TOKEN, KubernetesOptions, ch
 from lockstep.launchers.tools import execute, follow_until_end, job_name, refuse_to_cancel_ended, write_files
 
 _NOT_HERE = "install it, with a context for your cluster; --dry-run prints the manifests anywhere"
-_LABEL = "batch.kubernetes.io/job-name={}"  # by which its pods are selected
+_LABEL = "batch.kubernetes.io/job-name"  # by which its pods are selected
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _ITS_UID = "{.metadata.uid}"
 _UID = "UID"  # instead of it, in a planned call
@@ -179,8 +179,7 @@ def _ask(target: _Target) -> _ClusterJob:
             raise
         why = "canceled, ended more than a week ago, or in another context"
         raise ConfigError(f"Kubernetes knows no {target.identifier}: {why}") from None
-    selector = _LABEL.format(target.name)
-    listed = _asked((*target.kubectl, "get", "pods", f"--selector={selector}", "--output=json"))
+    listed = _asked((*target.kubectl, "get", "pods", f"--selector={_LABEL}={target.name}", "--output=json"))
     pods = sorted(json.loads(listed)["items"], key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
     ends = {each["type"]: each for each in job.get("status", {}).get("conditions", ()) if each["status"] == "True"}
     if "Complete" in ends:

@@ -12,9 +12,8 @@ import secrets
 import shlex
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,23 +60,15 @@ class SshOptions(Section, HostOptions):
 
     def world_size(self, ranks: int | None) -> int | None:
         """Return the number of ranks on all hosts."""
-        numbers = [host.ranks or ranks or 0 for host in hosts_of(self)]
+        numbers = [own or ranks or 0 for own in hosts_of(self).values()]
         return sum(numbers) if all(numbers) else None
 
 
-@dataclass(frozen=True, slots=True)
-class NamedHost:
-    """A host, and the number of its ranks if the options state it."""
-
-    name: str
-    ranks: int | None
-
-
-def hosts_of(options: SshOptions) -> list[NamedHost]:
-    """Return the hosts in their order. Raises ConfigError."""
+def hosts_of(options: SshOptions) -> dict[str, int | None]:
+    """Return the hosts in their order, with the number of ranks if it is given. Raises ConfigError."""
     if options.hosts is None:
         raise ConfigError("--hosts a,b names the hosts, and is missing; --hosts $(paste -sd, FILE) reads them")
-    hosts: dict[str, NamedHost] = {}
+    hosts: dict[str, int | None] = {}
     for text in map(str.strip, options.hosts.split(",")):
         match = _HOST.fullmatch(text)
         if match is None:
@@ -86,13 +77,13 @@ def hosts_of(options: SshOptions) -> list[NamedHost]:
         name = re.sub(r"[\[\]]", "", match["name"])
         if name in hosts:
             raise ConfigError(f"host {name} is named twice; name it once, with the number of its ranks: {name}:8")
-        hosts[name] = NamedHost(name, int(match["ranks"]) if match["ranks"] else None)
-    return [*hosts.values()]
+        hosts[name] = int(match["ranks"]) if match["ranks"] else None
+    return hosts
 
 
-def _check(command: JobCommand, options: SshOptions, hosts: Sequence[NamedHost]) -> None:
+def _check(command: JobCommand, options: SshOptions, hosts: Mapping[str, int | None]) -> None:
     problems = [*variable_problems(options.env, _SECRET, from_here=True)]
-    if not command.nodes and (len(hosts) > 1 or hosts[0].ranks):
+    if not command.nodes and (len(hosts) > 1 or any(hosts.values())):
         message = f"`lockstep {command.words[0]}` runs on one host, which states no ranks; name one"
         problems.append(Problem("--hosts", "", message))
     if options.rendezvous is not None:
@@ -120,15 +111,16 @@ class SshLauncher:
         _check(command, options, hosts)
         program = options.program or own_program()
         job = secrets.token_hex(4)
-        lines = [shlex.join(_words(command, host, node, len(hosts), job)) for node, host in enumerate(hosts)]
+        named = enumerate(hosts.items())
+        lines = {name: shlex.join(_words(command, own, node, len(hosts), job)) for node, (name, own) in named}
         record = {
             **options.model_dump(include={"rendezvous", "grace"}),
             "job": job,
-            "hosts": {host.name: line for host, line in zip(hosts, lines, strict=True)},
+            "hosts": lines,
             "environment": list(options.env),
         }
         there = f"{program} launch at-host {shlex.quote(options.folder or str(Path.cwd()))}"
-        calls = tuple(("ssh", *options.ssh, *_OPTIONS, "--", host.name, there) for host in hosts)
+        calls = tuple(("ssh", *options.ssh, *_OPTIONS, "--", name, there) for name in hosts)
         return LaunchPlan({command.folder / _RECORD: json.dumps(record, indent=2) + "\n"}, calls, attached=True)
 
     def submit(self, plan: LaunchPlan) -> str:
@@ -191,10 +183,10 @@ class SshLauncher:
 SSH = SshLauncher()
 
 
-def _words(command: JobCommand, host: NamedHost, node: int, nodes: int, job: str) -> list[str]:
+def _words(command: JobCommand, ranks: int | None, node: int, nodes: int, job: str) -> list[str]:
     words = [*command.words]
-    if host.ranks is not None:
-        words += ["--ranks", str(host.ranks)]
+    if ranks is not None:
+        words += ["--ranks", str(ranks)]
     if nodes > 1:
         words += ["--nodes", str(nodes), "--rendezvous", _TO_BE_CHOSEN, "--node-rank", str(node), "--job-id", job]
     return words
