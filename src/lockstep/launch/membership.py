@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, cast
 
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.formatting import listed
@@ -61,8 +61,7 @@ class Member:
     @property
     def rank(self) -> int | None:
         """The node rank that it was given; None: any."""
-        rank: int | None = self.hello["node_rank"]
-        return rank
+        return cast("int | None", self.hello["node_rank"])
 
 
 def chosen(members: Sequence[Member], least: int, most: int) -> list[Member]:
