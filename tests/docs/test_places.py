@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.launchers import aws
-from lockstep.launchers.registry import BUILTIN
+from lockstep.launchers import BUILTIN, aws
 
 README = Path(__file__).parents[2] / "README.md"
 SECTION = README.read_text().partition("## From one machine to many")[2].partition("\n## ")[0]

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.launchers import aws
-from lockstep.launchers.registry import BUILTIN, introduction
+from lockstep.launchers import BUILTIN, aws, introduction
 
 NO_SUCH = "there is no such flag of launch"
 

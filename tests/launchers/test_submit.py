@@ -11,7 +11,7 @@ import pytest
 import lockstep
 from lockstep.cli.main import main
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan, SweepOptions
-from lockstep.launchers.registry import BUILTIN, find_launcher
+from lockstep.launchers import BUILTIN, find_launcher
 from lockstep.strategies.section import Section
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.jobs import HostOptions, LaunchedJob, LaunchPlan, SweepOptions
 from lockstep.core.stopping import undo_on_stop, write_stderr
 from lockstep.core.terminal import command_line, echo
-from lockstep.launchers.registry import find_launcher, introduction, summaries
+from lockstep.launchers import find_launcher, introduction, summaries
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Launcher
