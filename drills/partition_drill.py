@@ -125,9 +125,9 @@ def _drop_one_way(host: int, seconds: float) -> Act:
     """Lose all that a host sends to host 0, which it still receives from."""
 
     def act(cluster: Cluster, launched: Launchers) -> float:
-        cluster.net.lose(host, 0)
+        cluster.net.lose(host)
         _check_halves(cluster, launched, host, seconds)
-        cluster.net.find(host, 0)
+        cluster.net.find(host)
         return time.time()
 
     return act
