@@ -162,12 +162,12 @@ def test_a_local_rank_from_the_launcher_is_accepted(arguments: list[str], monkey
 @pytest.mark.parametrize(
     ("flag", "environment", "message"),
     [
-        ("--local-rank=0", "1", "--local-rank=0 contradicts LOCAL_RANK=1"),
-        ("--local-rank=x", "1", "--local-rank 'x' is not a whole number of 0 or more"),
+        ("--local-rank=0", "1", "--local-rank=0 is for launchers, which set LOCAL_RANK too; --ranks N starts ranks"),
+        ("--local-rank=x", "1", "--local-rank=x is for launchers, which set LOCAL_RANK too; --ranks N starts ranks"),
         (
             "--local_rank=0",
             None,
-            "--local_rank=0 is for launchers, which also set LOCAL_RANK; to start ranks, use --ranks",
+            "--local_rank=0 is for launchers, which set LOCAL_RANK too; --ranks N starts ranks",
         ),
     ],
 )

@@ -14,7 +14,7 @@ TRACKERS = "write monitor.trackers: [{target: wandb, arguments: {project: NAME}}
 MESSAGES: dict[str, tuple[str, str]] = {
     "a size without a unit": (
         "plan stdlib-lm --memory 80",
-        "--memory: '80' would be 80 bytes; write 80GiB, or 80B for bytes",
+        "--memory: '80' is not a size; write 80GiB, 80GB, or a number with B for bytes",
     ),
     "a rehearsal": ("train --dry-run", "--dry-run: `lockstep plan` shows what a run will be, and starts none"),
     "a file behind a flag": (

@@ -91,7 +91,7 @@ def test_sizes_are_parsed(command: Calls, capsys: pytest.CaptureFixture[str]) ->
     assert main(["plan", "digits", "--memory", "2KiB", "--peak", "none"]) == 0
     assert command[0][2] == 2048
     assert main(["plan", "digits", "--memory", "lots"]) == 2
-    assert "'lots' is not a size above 0; write 80GiB, 80GB or a number of bytes" in capsys.readouterr().err
+    assert "'lots' is not a size; write 80GiB, 80GB, or a number with B for bytes" in capsys.readouterr().err
 
 
 def test_plan_eval_and_generate_pass_their_arguments(

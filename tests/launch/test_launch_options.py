@@ -46,11 +46,11 @@ def test_options_that_another_launcher_contradicts_are_refused_and_others_applie
     ]
     for results in in_world(2, _refusals, sections):
         assert results[:2] == ["hello", ""]
-        assert "launch.ranks: 3, but the launcher of this process has started 2 on this machine; write 2" in results[2]
-        assert "launch.port: 29999, but the launcher of this process has its ranks meet on MASTER_PORT" in results[3]
+        assert "launch.ranks: 3 ranks, but 2 started on this machine; write 2" in results[2]
+        assert "launch.port: 29999, but MASTER_PORT is" in results[3]
         assert "launch.environment.RANK: is set for each rank" in results[4]
         assert "launch.environment.LD_PRELOAD: is read when a process starts" in results[5]
-        assert "launch.environment.PYTHONPATH: ranks look for modules where" in results[6]
+        assert "launch.environment.PYTHONPATH: is read by the process that starts" in results[6]
 
 
 def _train_with_another_number() -> str:
@@ -61,14 +61,13 @@ def _train_with_another_number() -> str:
 
 def test_ranks_of_train_must_match_those_that_were_started() -> None:
     assert set(in_world(2, _train_with_another_number)) == {
-        "ranks: 3, but the launcher of this process has started 2 on this machine; write 2 or auto, or start 3 there "
-        "(torchrun --nproc-per-node 3)"
+        "ranks: 3 ranks, but 2 started on this machine; write 2 or auto, or start 3 there (torchrun --nproc-per-node 3)"
     }
 
 
 def test_ranks_of_a_config_are_not_ignored_in_one_process() -> None:
     with (
-        pytest.raises(ConfigError, match=r"launch.ranks: 2 ranks, and this process is one alone: pass ranks=2"),
+        pytest.raises(ConfigError, match=r"launch.ranks: 2 ranks, but 1 started on this machine; write 1"),
         lockstep.session(small.config(launch={"ranks": 2})),
     ):
         pass
@@ -152,7 +151,7 @@ def test_ranks_own_the_tensors_of_a_module_which_has_the_trained_weights_in_the_
 def test_what_cannot_be_pickled_is_reported_without_the_config(tmp_path: Path) -> None:
     locked = "ranks=2, schedule=lambda *_, lock=threading.Lock(): 1.0"
     output = _output(tmp_path, config={}, arguments=locked, before=_THREAD)
-    refused = "ConfigError 1 what the ranks need can't be sent to them: "
+    refused = "ConfigError 1 what the ranks need can't be sent to them, which are fresh interpreters: "
     assert output.startswith(f"{refused}cannot pickle '_thread.lock' object"), output
     assert "cloudpickle" in output
     assert "Config(" not in output

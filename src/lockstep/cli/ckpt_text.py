@@ -170,7 +170,8 @@ def compared_json(comparison: Comparison) -> Object:
     fields = asdict(comparison)
     fields["kinds"] = {name: pair for name, *pair in fields["kinds"]}
     fields["values"] = {tensor.pop("name"): tensor for tensor in fields["values"]}
-    return {**fields, "equal": comparison.equal, "only_in": fields.pop("alone")}
+    only_in = fields.pop("alone")
+    return {**fields, "equal": comparison.equal, "only_in": only_in}
 
 
 def _first(title: str, items: Sequence[str]) -> Lines:

@@ -532,7 +532,7 @@ def _store_listener(job: Ranks) -> Iterator[socket.socket | None]:
     try:
         listener = socket.create_server((_LOOPBACK, job.section.port), backlog=max(128, 2 * job.size))
     except OSError as error:
-        message = f"can't listen on port {job.section.port} ({error.strerror}); 0 takes any free port"
+        message = f"can't listen on port {job.section.port} ({os.strerror(error.errno or 0)}); 0 takes any free port"
         raise ConfigError(Problem("", "launch.port", message)) from None
     with listener:
         yield listener
