@@ -37,8 +37,7 @@ def run(arguments: Sequence[str]) -> int:
     for place in args.runs:
         if not place.exists():
             raise ConfigError(f"there is no folder {place}{did_you_mean_run(place)}")
-        inside = list(runs_in(place))
-        if not inside:
+        if not (inside := list(runs_in(place))):
             raise ConfigError(f"{place} is neither the folder of a run nor one with runs in it")
         folders += inside
     comparison = compare(folders, {folder: status_of(folder).state.value for folder in folders})
