@@ -15,7 +15,7 @@ from lockstep.cli.main import main
 from lockstep.core import stopping
 from lockstep.core.errors import Failure
 from lockstep.core.jobs import JobCommand, LaunchedJob, LaunchPlan
-from lockstep.launchers import aws, aws_calls, aws_job
+from lockstep.launchers import aws, aws_calls, aws_job, tools
 from lockstep.launchers.aws import AWS
 from lockstep.launchers.aws_options import AwsOptions
 
@@ -217,7 +217,7 @@ ENDINGS = [pytest.param(at, marks=[] if at in (0, 6, 12) else pytest.mark.drill)
 @pytest.mark.parametrize("at", ENDINGS)
 def test_a_fault_at_the_end_can_be_repeated(at: int, moto: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aws, "wheel", lambda: b"wheel")
-    monkeypatch.setattr(aws_job, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(tools, "_PATIENCE_S", -1.0)
     number = AWS.submit(plan_of())
     ends(moto, number, 0, 0)
     with faults(Fault(at, "refused")) as calls:

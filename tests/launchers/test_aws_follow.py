@@ -14,7 +14,7 @@ from kit.commands import start_lockstep
 from lockstep.cli.main import main
 from lockstep.core.errors import Failure
 from lockstep.core.jobs import LaunchedJob
-from lockstep.launchers import aws_job
+from lockstep.launchers import aws_job, tools
 from lockstep.launchers.aws import AWS
 from lockstep.launchers.aws_calls import AwsCalls
 from lockstep.launchers.aws_job import JobObjects, job_named
@@ -94,7 +94,7 @@ def test_what_fails_for_long_ends_the_following_and_not_the_job(
     moto: Cloud, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = launched(moto, capsys)
-    monkeypatch.setattr(aws_job, "_PATIENCE_S", -1.0)
+    monkeypatch.setattr(tools, "_PATIENCE_S", -1.0)
     planned = Fault(-1, "expired", ".", times=0)
     meanwhile(monkeypatch, lambda: setattr(planned, "times", 1000))
     with faults(planned), pytest.raises(Failure) as raised:

@@ -17,7 +17,7 @@ from kit.manifests import problem_of
 from kit.programs import Program
 
 from lockstep.cli.main import main
-from lockstep.launchers import kubernetes
+from lockstep.launchers import kubernetes, tools
 
 TRAIN = ["train", "digits", "run.folder=runs/a"]
 LAUNCH = ["launch", "kubernetes"]
@@ -253,7 +253,7 @@ def test_following_outlasts_a_short_outage(cluster: Cluster, monkeypatch: pytest
     outage = ("", "Unable to connect to the server: EOF")
     answers = {"get jobs": [job(), outage, outage, job(condition("Complete"))], "get pods": [pods()]}
     assert follow(cluster, answers) == 0
-    monkeypatch.setattr(kubernetes, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(tools, "_PATIENCE_S", 0.0)
     assert follow(cluster, {"get jobs": [job(), outage], "get pods": [pods()]}) == 1
 
 

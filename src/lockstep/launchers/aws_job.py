@@ -39,7 +39,6 @@ _PAID = ["pending", "running", "stopping", "stopped"]
 _RUNNING_S = 600.0
 _SETTLE_S = (0.0, 2.0, 4.0)  # an instance whose start was not confirmed may be listed seconds later
 _POLL_S = 5.0
-_PATIENCE_S = 300.0  # without an answer of AWS
 _STOPPING_S = 600.0  # for a run to save and stop
 _OTHERS_S = 300.0  # between the end of one instance and those of the others
 _MOST_DELETED = 1000  # by one call
@@ -351,7 +350,7 @@ class FollowedJob:
             return replace(state, text=text, code=max(state.ends.values(), default=1) or 1)
 
         way = command_line("lockstep", "launch", "aws", "follow", self.job.identifier)
-        return follow_until_end(way, ask, lambda _: self._objects.print_log(), _POLL_S, _PATIENCE_S)
+        return follow_until_end(way, ask, lambda _: self._objects.print_log(), _POLL_S)
 
     def _fetch(self, folder: Path, nodes: int) -> None:
         """Fetch the results; if that fails, end what is paid by the hour, and keep them. Raises RunFailed."""

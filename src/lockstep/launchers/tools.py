@@ -29,6 +29,7 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*(=[^\0]*)?", re.DOTALL)
 _LAST_UPDATE_S = 60  # for the update that is running and the ends of the processes
 _WRITTEN_PER_SECOND = 200e6  # bytes, by a node, to a slow shared file system
 _UNKNOWN_STATE_S = 120
+_PATIENCE_S = 300.0  # with a job that can't be asked
 _MOST_LINES = 3
 _MOST_NAME = 40  # characters: pods of Kubernetes add a suffix of their own, and a label has 63
 
@@ -152,35 +153,33 @@ def write_files(files: Mapping[Path, str]) -> None:
 _State = TypeVar("_State", bound=JobStatus)
 
 
-def follow_until_end(
-    way: str, ask: Callable[[], _State], print_new: Callable[[_State], object], pause: float, patience: float = 300.0
-) -> int:
+def follow_until_end(way: str, ask: Callable[[], _State], print_new: Callable[[_State], object], pause: float) -> int:
     """Print changes of a job's state, and what is new of its output, until it has ended; return its exit code.
 
-    Both may fail for `patience` seconds, as when the network is gone; `way` is the command that follows the job again.
+    Both may fail for a while, as when the network is gone; `way` is the command that follows the job again.
     """
     shown = ""
     while True:
-        state = _patiently(way, ask, pause, patience)
+        state = _patiently(way, ask, pause)
         if state.text != shown:
             shown = state.text
             echo(shown, file=sys.stderr, flush=True)
-        _patiently(way, partial(print_new, state), pause, patience)
+        _patiently(way, partial(print_new, state), pause)
         if state.code is not None:
             return state.code
         time.sleep(pause)
 
 
-def _patiently(way: str, question: Callable[[], _Answer], pause: float, seconds: float) -> _Answer:
+def _patiently(way: str, question: Callable[[], _Answer], pause: float) -> _Answer:
     began, noted = time.monotonic(), False
     while True:
         try:
             return question()
         except RunFailed as failure:
-            if time.monotonic() - began > seconds:
+            if time.monotonic() - began > _PATIENCE_S:
                 raise RunFailed(f"{failure}; the job continues; {way} asks again") from failure
             if not noted:
-                text = f"note: {failure}; the job continues; it is asked again for {seconds / 60:g} minutes"
+                text = f"note: {failure}; the job continues; it is asked again for {_PATIENCE_S / 60:g} minutes"
                 echo(text, file=sys.stderr, flush=True)
             noted = True
         time.sleep(pause)
