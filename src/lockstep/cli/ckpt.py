@@ -235,12 +235,16 @@ COMMANDS = {
     "show": Command("show what a checkpoint contains", _show, "RUN [--step N] [--tensors] [--json]"),
     "verify": Command("read and hash every byte", _verify, "RUN [--step N | --all] [--json]"),
     "diff": Command("show how two checkpoints differ", _diff, "A B, or RUN --steps N M [--json]"),
-    "prune": Command("delete checkpoints that the config doesn't keep", _prune, "RUN [options] [--dry-run] [--json]"),
+    "prune": Command(
+        "delete checkpoints that the config doesn't keep",
+        _prune,
+        "RUN [--keep-last N] [--keep-every INTERVAL] [--aside] [--dry-run] [--json]",
+    ),
     "audit": Command("check that the run was trained on every sample once", _audit, "RUN [--step N] [--json]"),
     "import": Command(
         "convert a checkpoint of another program to weights, or to a run",
         _import,
-        "FILE FOLDER [options] [--config RECIPE [overrides]] [--json]",
+        "FILE FOLDER [--key KEY] [--prefix PREFIX] [--force | --config RECIPE [overrides]] [--json]",
     ),
 }
 

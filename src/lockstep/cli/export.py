@@ -45,8 +45,7 @@ def run(arguments: Sequence[str]) -> int:
         transforms = ", ".join(made.transforms)
         echo(f"note: the file lacks the run's transforms ({transforms}): without them, the model's outputs differ")
     if args.json:
-        values = {"run": args.run, "checkpoint": made.checkpoint, "step": made.step, "format": made.form}
-        values |= {"to": made.target, "tensors": made.tensors, "elements": made.elements, "broken": dict(made.broken)}
-        values["transforms"] = list(made.transforms)
-        emit(values)
+        values = {name: getattr(made, name) for name in ("checkpoint", "step", "tensors", "elements")}
+        lists = {"broken": dict(made.broken), "transforms": list(made.transforms)}
+        emit({"run": args.run, **values, "format": made.form, "to": made.target, **lists})
     return 0

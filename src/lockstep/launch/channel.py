@@ -186,7 +186,7 @@ async def join(first: Streams, second: Streams) -> None:
 
 
 class Proxy:
-    """What proxies of all hosts share. A host is lost after `silence` seconds; `place` is the rendezvous as given."""
+    """The part that proxies share. A host is lost after `silence` seconds; `place` is the rendezvous as given."""
 
     def __init__(self, launcher: Link, order: Message) -> None:
         self.launcher = launcher

@@ -68,8 +68,7 @@ class AwsLauncher:
         texts = {path.name: text for path, text in plan.files.items()}
         record = json.loads(texts[RECORD_FILE])
         write_files(plan.files)
-        known = {key: record[key] for key in ("job", "nodes", "run_folder", "boot_minutes")}
-        values: dict[str, Any] = {_SCRIPT: texts[_SCRIPT_FILE], _RECORD: json.dumps(known)}
+        values: dict[str, Any] = {_SCRIPT: texts[_SCRIPT_FILE], _RECORD: texts[RECORD_FILE]}
         values[_TOKEN] = secrets.token_hex(32)
         bodies = {body for call in map(from_command, plan.commands) if (body := call[2].get("Body"))}
         values |= {_WHEEL: wheel()} if _WHEEL in bodies else {}

@@ -1,4 +1,4 @@
-"""What launchers share: running other programs, checks of options, writing a job's files, printing its output."""
+"""Tools that launchers share: running other programs, checks of options, writing a job's files, printing its output."""
 
 from __future__ import annotations
 

@@ -249,8 +249,8 @@ class Verdicts:
             why = "had no valid target: all labels are -100, or the texts are empty. Nothing was learned from them"
             raise NoTargets(Problem("", "data.train", f"{which} updates {why}; look at the labels of some samples"))
         has = "its initial weights" if self._idle == step else f"the weights of step {step - self._idle:,}"
-        what = f"{which} updates had a loss or gradient that was not finite, and were discarded"
-        raise NothingLearned(f"{what}: nothing was learned, and the model has {has}; {ADVICE}")
+        what = f"{which} updates had a loss or gradient that was not finite, and were discarded: nothing was learned"
+        raise NothingLearned(f"{what}, and the model has {has}; {ADVICE}")
 
     def last_kept(self, step: int) -> int:
         """Return the last update that was kept, of those up to `step`."""
