@@ -195,8 +195,9 @@ def test_a_preempted_job_is_followed_over_its_pods(cluster: Cluster, capsys: pyt
     code = follow(
         cluster,
         {
-            "get jobs": [job(), job(), job(), job(condition("Complete"))],
+            "get jobs": [job(), job(), job(), job(), job(condition("Complete"))],
             "get pods": [
+                pods(),
                 pods(pod("p-1", "Pending", containerStatuses=[{"state": image}])),
                 pods(pod("p-1", "Running")),
                 pods(taken, again, pod("p-3", "Running", index=1)),

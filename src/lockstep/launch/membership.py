@@ -159,16 +159,17 @@ class Leader(Proxy):
         self._suffice = self._least
         self._try_to_begin()
 
-    def _who_is_there(self) -> str:
-        number = f"{len(self._members)} of {self.hello['nodes']} hosts are at {self.place}"
+    def _counted(self, what: str) -> str:
+        number = f"{len(self._members)} of {self.hello['nodes']} hosts {what}"
         return f"{number}: {who_is_there(self._hellos(), self._most)}"
 
     def _note_missing(self, limit: str) -> None:
-        self._note_everywhere(f"{self._who_is_there()}. They are waited for up to {limit}")
+        self._note_everywhere(f"{self._counted(f'are at {self.place}')}. They are waited for up to {limit}")
 
     def _give_up(self, limit: str) -> None:
         remedy = f"Start the same command on each host, and let the hosts reach {self.place}"
-        self._let_launcher_end(FailureKind.FAILED.name, f"{self._who_is_there()}, after {limit}. {remedy}")
+        text = self._counted(f"reached {self.place} within {limit}")
+        self._let_launcher_end(FailureKind.FAILED.name, f"{text}. {remedy}")
 
     def _let_launcher_end(self, kind: str, text: str) -> None:
         self._state = RoundState.ENDING
