@@ -26,7 +26,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--to", type=path, metavar="PLACE", help="a folder, or a file; by default in RUN/export")
     formats = "hf: a folder for from_pretrained; torch: a state dict"
     parser.add_argument("--format", choices=_FORMATS, default="auto", help=formats)
-    also = "optimizer state and step, too: hf for Trainer, dcp for torchtitan, torch for any loop"
+    also = "optimizer state and step, too, with --format torch"
     parser.add_argument("--with", dest="also", choices=("optimizer",), help=also)
     parser.add_argument("--force", action="store_true", help="replace what is there")
     add_json(parser)
