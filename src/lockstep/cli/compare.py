@@ -31,7 +31,6 @@ def run(arguments: Sequence[str]) -> int:
     from lockstep.looking.listing import runs_in
     from lockstep.looking.states import status_of
     from lockstep.report.comparison import as_json, compare, text, write_comparison
-    from lockstep.report.rank_history import damage
 
     folders: list[Path] = []
     for place in args.runs:
