@@ -144,6 +144,8 @@ class Request(Enum):
     SNAPSHOT = 7  # it is time for a snapshot in memory
     PAUSE = 8  # a signal: all ranks save, and stop
 
+    __hash__ = object.__hash__  # sets of them are asked in each update, and Enum's own is Python code
+
 
 class Tally(Enum):
     """A sum in the vote, in addition to that of the losses."""
