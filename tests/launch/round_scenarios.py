@@ -34,7 +34,7 @@ def supervised(
         failures: How many tries to start them again fail, for lack of processes.
         stop: "record": the launcher is stopped once the first round's result is recorded.
     """
-    worker_group._GRACE, worker_group._SETTLE = 0.5, 0.2
+    worker_group._GRACE, worker_group._SETTLE, local._FREED_S = 0.5, 0.2, 2.0
     begin, record, tries = worker_group.Round.begin, local.append_ends, iter([False, *[True] * failures])
 
     def refusing(job: worker_group.Ranks, **options: Any) -> worker_group.Round:

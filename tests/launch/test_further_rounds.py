@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import signal
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -14,14 +15,14 @@ import pytest
 
 from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Recovery
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import RunFailed, message_of
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.launch import worker_group
 from lockstep.launch.agent import LeaderRounds
 from lockstep.launch.ends import End
 from lockstep.launch.ends_file import read_ends
 from lockstep.launch.local import _unless_stopped, launch, result_of
-from lockstep.launch.outcome import LaunchResult
+from lockstep.launch.outcome import LaunchResult, gist
 from lockstep.launch.supervision import Supervisor
 from lockstep.launch.worker_group import Ranks, SignalRequests
 
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
 
 NO_PROCESSES = "[Errno 11] Resource temporarily unavailable"
 KILLED = ["deaf,sleep:30", "kill:9"]
+
+
+def test_ranks_that_cannot_be_started_again_at_once_are_started_later(fork_server: ForkServer, tmp_path: Path) -> None:
+    code, _, err = fork_server.run("supervised", script=KILLED, failures=2, logs=str(tmp_path))
+    assert (code, "can't be started" in err) == (0, False)
 
 
 def test_ranks_that_cannot_be_started_again_end_the_run_with_the_reason(
@@ -52,6 +58,39 @@ def test_ranks_that_cannot_be_started_at_all_end_the_run_with_the_reason(monkeyp
     monkeypatch.setattr(worker_group, "_start", refusing)
     with pytest.raises(RunFailed, match=r"^its ranks can't be started: \[Errno 24\] Too many open files$"):
         launch(lambda: 0, 2, Launch(), None)
+
+
+def failing(body: str) -> LaunchResult:
+    """The result of a rank whose program is this."""
+    try:
+        exec(body)
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))
+        return LaunchResult(FailureKind.EXCEPTION, f"rank 1 failed:\n{text}", is_traceback=True)
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        pytest.param("raise ValueError('a\\nb')", "rank 1 failed: ValueError: a", id="two lines"),
+        pytest.param("raise KeyboardInterrupt", "rank 1 failed: KeyboardInterrupt", id="no message"),
+        pytest.param(
+            "raise ExceptionGroup('all', [OSError()])",
+            "rank 1 failed: ExceptionGroup: all (1 sub-exception)",
+            id="group",
+        ),
+        pytest.param("raise RuntimeError('see\\n Traceback (')", "rank 1 failed: Traceback (", id="quotes a traceback"),
+    ],
+)
+def test_the_last_exception_of_a_traceback_is_the_message(body: str, reason: str) -> None:
+    assert message_of(failing(body).failure()) == reason
+
+
+def test_a_cut_traceback_has_its_exception() -> None:
+    cut = '... 9 characters ...\nong.py", line 10, in f\n    g()'
+    text = f"rank 0 failed:\nTraceback (most recent call last):\n  {cut}\ntorch.OutOfMemoryError: no memory"
+    assert gist(text) == "rank 0 failed: torch.OutOfMemoryError: no memory"
 
 
 TAKEN = "/run belongs to another run now"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from lockstep.config.training_sections import ProfileConfig
 from lockstep.core.errors import RunFailed
 from lockstep.monitor.attempts import Attempt, attempts_text, is_running
 from lockstep.monitor.folder import RunFolder
-from lockstep.monitor.trace_requests import REQUEST, RequestWatch
+from lockstep.monitor.trace_requests import REQUEST, TRACE_SUFFIX, RequestWatch
 from lockstep.profiling import requesting
 from lockstep.profiling.requesting import request_traces
 
@@ -54,6 +55,32 @@ def test_a_run_whose_launcher_is_dead_does_not_run_although_its_live_file_is_fre
     assert not is_running(run.path)
     (run.path / "run.lock").write_text("process 1 on elsewhere, since 2026-11-21 09:30:00\n")
     assert is_running(run.path)
+
+
+def test_a_trace_that_ends_before_the_run_takes_the_request_is_another_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requesting, "_POLL_S", 0.02)
+    run = RunFolder.create(tmp_path / "run")
+    (run.path / "attempts.jsonl").write_text(attempts_text([Attempt(0.0, 1.0, facts={"ranks": 1})]))
+    folder = run.path / "profile"
+
+    def train() -> None:
+        while not (folder / REQUEST).exists():
+            time.sleep(0.01)
+        (folder / f"rank0.1-2{TRACE_SUFFIX}").write_bytes(b"another's")
+        time.sleep(0.2)
+        (folder / REQUEST).unlink()
+        requested(run.path)  # the next one's, which stays
+        (folder / f"rank0.7-8{TRACE_SUFFIX}").write_bytes(b"own")
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    (file,) = request_traces(run.path, ProfileConfig(steps=2), 30.0)
+    thread.join()
+    assert file.read_bytes() == b"own"
+    assert (folder / REQUEST).exists()
+    run.release()
 
 
 def test_why_no_trace_came_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

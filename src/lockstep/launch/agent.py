@@ -28,13 +28,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.control_groups import WhyKilled
-from lockstep.core.errors import Failure, Problem, Stopped, message_of, named_ranks
+from lockstep.core.errors import Failure, Problem, RunFailed, Stopped, message_of, named_ranks
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.formatting import counted
 from lockstep.core.stopping import blocked_signals
 from lockstep.launch.ends import CAUSED_BY_STOP, End, end_fields, end_of_fields, first_cause, with_cause
-from lockstep.launch.ends_file import gist
-from lockstep.launch.outcome import LaunchResult, print_on_stderr, stopped_by
+from lockstep.launch.outcome import LaunchResult, gist, print_on_stderr, stopped_by
 
 if TYPE_CHECKING:
     from lockstep.launch.supervision import Supervisor
@@ -311,11 +310,13 @@ class Hosts:
         self._proxy.send({"round": self.round, **message})
 
     def _wait(self) -> None:
+        if self._proxy.has_ended:
+            raise RunFailed(_LOST_PROXY)
         requests = [] if self.requests is None else [self.requests.fileno()]
         multiprocessing.connection.wait([*self.readable(), *requests])
         if self.requests is not None:
             self.requests.drain()
-        if not self._proxy.has_ended and self._proxy.channel.poll():
+        if self._proxy.channel.poll():
             self._receive()
 
     def _receive(self) -> None:

@@ -30,14 +30,13 @@ from lockstep.core.ranks import LAUNCHER
 from lockstep.core.secrets import shareable
 from lockstep.launch import streams
 from lockstep.launch.ends import End, first_cause
-from lockstep.launch.outcome import LaunchResult
+from lockstep.launch.outcome import LaunchResult, gist
 from lockstep.monitor.attempts import ENDS
 from lockstep.monitor.environment import short_description
 from lockstep.monitor.folder import LOGS, held_by, is_finished, lock_holder
 from lockstep.monitor.goodput import step_reached
 from lockstep.monitor.jsonl import as_number, last_record
 
-_LONGEST = 500  # characters of a rank's text
 _MOST_HOSTS = 1024
 _FULL = 1 << 20  # bytes that are free on a disk that counts as full
 
@@ -115,18 +114,6 @@ def append_ends(
             "environment": short_description(),
         }
         append_line(logs / file_name(node), json.dumps(line))
-
-
-def gist(text: str) -> str:
-    """Return the first line of a message, with the others if it ends in a colon; of a traceback, the exception."""
-    lines = text.strip().splitlines() or [""]
-    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (")]
-    if starts:
-        raised = next((line for line in lines[starts[-1] + 1 :] if not line.startswith(" ")), "")
-        lines[0] = raised if starts[0] == 0 else f"{lines[0]} {raised}"
-    elif lines[0].endswith(":"):
-        lines[0] = f"{lines[0]} {'; '.join(line.strip() for line in lines[1:] if line.strip())}".rstrip()
-    return lines[0][:_LONGEST]
 
 
 def read_ends(logs: Path) -> list[LaunchEnds]:

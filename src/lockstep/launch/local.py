@@ -17,6 +17,7 @@ import math
 import multiprocessing
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from lockstep.launch import streams
 from lockstep.launch.agent import FollowerRounds, Hosts, LaunchState
 from lockstep.launch.devices import check_ranks
 from lockstep.launch.ends import CAUSED_BY_STOP, End, describe, first_cause, with_cause
-from lockstep.launch.ends_file import append_ends, gist
+from lockstep.launch.ends_file import append_ends
 from lockstep.launch.forking import may_fork
 from lockstep.launch.other_launchers import (
     read_at_start,
@@ -41,12 +42,13 @@ from lockstep.launch.other_launchers import (
     set_environment,
     set_threads,
 )
-from lockstep.launch.outcome import LaunchResult, kind_of_stop, print_on_stderr
+from lockstep.launch.outcome import LaunchResult, gist, kind_of_stop, print_on_stderr
 from lockstep.launch.rank import append_end, run_entry, signals_stop
 from lockstep.launch.rank_stacks import with_last_words
 from lockstep.launch.supervision import Rounds
 from lockstep.launch.worker_group import Ranks, Round, SignalRequests, watch
 
+_FREED_S = 15.0  # in which what an ended rank and its workers held, such as the port and memory, is free
 _UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script
 _GUARD = 'ranks are fresh interpreters, which import the script: put the call under `if __name__ == "__main__":`'
 _SHARE_OF_GRACE = 0.8  # in the rest, a snapshot is saved instead
@@ -108,11 +110,15 @@ def _run_rounds(job: Ranks, remedy: Callable[[], str], requests: SignalRequests,
         again = rounds.next_entry(ends, result)
         if again is None:
             return rounds.concluded(result)
-        job = replace(job, entry=again)
-        try:
-            result, ends = _run_ranks(job, remedy, requests, rounds)
-        except (RunFailed, ConfigError) as failure:
-            return _not_started(job, result, failure, requests)
+        job, until = replace(job, entry=again), time.monotonic() + _FREED_S
+        while True:
+            try:
+                result, ends = _run_ranks(job, remedy, requests, rounds)
+                break
+            except (RunFailed, ConfigError) as failure:
+                if time.monotonic() > until or requests.stops:
+                    return _not_started(job, result, failure, requests)
+                time.sleep(0.5)
     return _unless_stopped(job, result, ends, requests, rounds)
 
 

@@ -167,6 +167,9 @@ class Leader(Proxy):
         self._note_everywhere(f"{self._counted(f'are at {self.place}')}. They are waited for up to {limit}")
 
     def _give_up(self, limit: str) -> None:
+        self._settle_for_fewer()
+        if self._state is not RoundState.MEETING:
+            return
         remedy = f"Start the same command on each host, and let the hosts reach {self.place}"
         text = self._counted(f"reached {self.place} within {limit}")
         self._let_launcher_end(FailureKind.FAILED.name, f"{text}. {remedy}")

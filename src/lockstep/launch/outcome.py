@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -25,6 +26,10 @@ from lockstep.core.errors import (
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.stopping import stop_code
 from lockstep.core.terminal import echo
+
+_EXCEPTION = re.compile(r"^(?: *\| )?([A-Za-z_][\w.]*(?:: .*)?)$", re.MULTILINE)
+"""The line of a traceback that has the exception; in a group, behind a bar."""
+_LONGEST = 500  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +79,20 @@ class LaunchResult:
                 return failure(self.text or "stopped", kind=self.kind)
         if self.is_traceback:
             print_on_stderr(self.text)
-            rank, last = self.text.partition("Traceback (")[0], self.text.rpartition("Traceback (")[2]
-            reason = f"{rank.strip()} {next(line for line in last.splitlines()[1:] if not line.startswith(' '))}"
+            reason = gist(self.text)
         return RunFailed(f"{reason}; each rank's output is in {self.logs}" if self.logs else reason, kind=self.kind)
+
+
+def gist(text: str) -> str:
+    """Return a message's first line, with the others if it ends in a colon; of a traceback, its last exception."""
+    lines = text.strip().splitlines() or [""]
+    if "Traceback (" in text:
+        raised = _EXCEPTION.search(text.rpartition("Traceback (")[2])
+        rank = "" if "Traceback (" in lines[0] else lines[0]
+        lines[0] = f"{rank} {raised[1] if raised else lines[-1].strip()}".strip()
+    elif lines[0].endswith(":"):
+        lines[0] = f"{lines[0]} {'; '.join(line.strip() for line in lines[1:] if line.strip())}".rstrip()
+    return lines[0][:_LONGEST]
 
 
 def stopped_by(number: signal.Signals) -> LaunchResult:

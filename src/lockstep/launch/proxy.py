@@ -71,14 +71,24 @@ class Rendezvous:
 
     async def open(self, wants: bytes) -> Streams:
         """Connect to the leader once, with proofs of the token. Raises as `reach` does."""
-        async with asyncio.timeout(_CONNECT_S):
-            streams = await asyncio.open_connection(*self._address, happy_eyeballs_delay=0.25)
+        streams = await self._connect()
         try:
             await introduce(streams, self._key, wants)
         except BaseException:
             streams[1].close()
             raise
         return streams
+
+    async def _connect(self) -> Streams:
+        host, port = self._address
+        failed = OSError(f"{host} has no address")
+        for *_, address in await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            try:
+                async with asyncio.timeout(_CONNECT_S):
+                    return await asyncio.open_connection(*address[:2])
+            except OSError as error:
+                failed = error
+        raise failed
 
     def why_not(self, error: OSError) -> str:
         """Return why the leader isn't reached."""

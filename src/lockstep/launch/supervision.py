@@ -19,8 +19,7 @@ from lockstep.core.failure_kinds import FailureKind, Retry
 from lockstep.core.formatting import counted
 from lockstep.core.heartbeat import Reading
 from lockstep.launch.ends import End, first_cause
-from lockstep.launch.ends_file import gist
-from lockstep.launch.outcome import LaunchResult, print_on_stderr
+from lockstep.launch.outcome import LaunchResult, gist, print_on_stderr
 from lockstep.launch.rank_stacks import raising_line
 
 if TYPE_CHECKING:

@@ -50,8 +50,9 @@ def execute(words: Sequence[str], remedy: str = "", given: str | None = None, *,
     """
     try:
         done = subprocess.run(words, input=given, capture_output=True, text=True, errors="replace", timeout=patience_s)
-    except OSError:
-        raise RunFailed(f"{words[0]} is not installed here{f'; {remedy}' if remedy else ''}") from None
+    except OSError as error:
+        why = "is not installed here" if isinstance(error, FileNotFoundError) else f"can't be started: {error.strerror}"
+        raise RunFailed(f"{words[0]} {why}{f'; {remedy}' if remedy else ''}") from None
     except subprocess.TimeoutExpired:
         raise RunFailed(f"{shlex.join(words)} did not answer within {patience_s:g} s") from None
     if done.returncode != 0:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
-from lockstep.core.files import write_atomically
 from lockstep.monitor.jsonl import LineFile, as_number, parsed
 from lockstep.monitor.media import MEDIA, rewind_media
 
 _log = logging.getLogger("lockstep.monitor")
 _LINE_FILES = ("metrics.jsonl", "events.jsonl", "ranks.jsonl")
 _EVALUATION = b'{"evaluation":'
+_LATE = 100  # updates that a line may be behind the one before it
 _FLUSH_S = 20.0  # a save's thread waits for the writers' threads
 
 
@@ -62,16 +64,24 @@ class HistoryFiles:
 
 
 def _rewind_file(file: Path, archive: Path, step: int, repeated: bytes | None) -> None:
-    """Move the lines after `step`, those without a step, and those at `step` that begin with `repeated`."""
-    if not file.exists():
+    """Move the lines after `step`, those without a step, and those at `step` that begin with `repeated`.
+
+    Only the file's end is read.
+    """
+    if not file.exists() or not (end := file.stat().st_size):
         return
-    kept, removed = list[bytes](), list[bytes]()
-    for entry in file.read_bytes().splitlines(keepends=True):
-        at = as_number((parsed(entry) or {}).get("step")) if entry.endswith(b"\n") else math.nan
-        stays = at < step or (at == step and (repeated is None or not entry.startswith(repeated)))
-        (kept if stays else removed).append(entry)
+    kept, removed, at = list[bytes](), list[bytes](), math.nan
+    with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as data:
+        while end and not at <= step - _LATE:
+            begin = data.rfind(b"\n", 0, end - 1) + 1
+            entry, end = data[begin:end], begin
+            at = as_number((parsed(entry) or {}).get("step")) if entry.endswith(b"\n") else math.nan
+            stays = at < step or (at == step and (repeated is None or not entry.startswith(repeated)))
+            (kept if stays else removed).append(entry)
     if not removed:
         return
     archive.parent.mkdir(parents=True, exist_ok=True)
-    archive.write_bytes(b"".join(removed))
-    write_atomically(file, b"".join(kept))
+    archive.write_bytes(b"".join(reversed(removed)))
+    os.truncate(file, end)
+    with file.open("ab") as rewound:
+        rewound.writelines(reversed(kept))

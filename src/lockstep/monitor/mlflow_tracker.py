@@ -25,7 +25,7 @@ from lockstep.monitor.media import file_name
 _REFUSED = re.compile(r"[^\w\-. :/]")
 _LONGEST_PARAMETER = 500
 _BATCH = 100  # parameters of a request
-_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "5"}
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """Less than the end of a run waits; by default MLflow tries for minutes."""
 
 

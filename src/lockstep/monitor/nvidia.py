@@ -61,6 +61,7 @@ class NvidiaGPU:
         self.name = str(_value(nvml, lambda: nvml.nvmlDeviceGetName(handle)) or "NVIDIA GPU")
         self._readers = self._all_readers()
         self._events = self._register()
+        self._throttled = 0  # bits of reasons that were seen: a curve returns to 0
         self._xids = 0
         self._last_xid = 0
 
@@ -116,8 +117,10 @@ class NvidiaGPU:
 
     def _throttling(self) -> dict[str, float]:
         bits = int(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._board))
-        active = {f"gpu_throttled_{name}": 1.0 for bit, (name, _) in THROTTLE_REASONS.items() if bits & bit}
-        return {"gpu_throttled": float(bool(active)), **active}
+        self._throttled |= bits
+        seen = {bit: name for bit, (name, _) in THROTTLE_REASONS.items() if self._throttled & bit}
+        active = {f"gpu_throttled_{name}": float(bool(bits & bit)) for bit, name in seen.items()}
+        return {"gpu_throttled": max(active.values(), default=0.0), **active}
 
     def _register(self) -> Any:
         nvml = self._nvml

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.config.training_sections import ProfileConfig
@@ -30,11 +32,18 @@ def request_traces(run: Path, options: ProfileConfig, seconds: float) -> list[Pa
         raise RunFailed(f"{run} records no trace: the run has {counted(size, 'rank')}, and no rank {missing[0]}")
     before = {rank: _newest(run, rank) for rank in ranks}
     request = run / PROFILE / REQUEST
-    _write(request, options.model_dump_json().encode())
+    own = _write(request, options.model_dump_json().encode())
+
+    def is_waiting() -> bool:
+        with suppress(OSError):
+            return _identity(request) == own
+        return False
+
     try:
-        return _wait_for_files(run, before, seconds)
+        return _wait_for_files(run, before, seconds, is_waiting)
     finally:
-        request.unlink(missing_ok=True)
+        if is_waiting():
+            request.unlink(missing_ok=True)
 
 
 def _newest(run: Path, rank: int) -> tuple[int, Path] | None:
@@ -42,24 +51,35 @@ def _newest(run: Path, rank: int) -> tuple[int, Path] | None:
     return max(((file.stat().st_mtime_ns, file) for file in files), default=None)
 
 
-def _write(path: Path, content: bytes) -> None:
+def _identity(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_ino, status.st_mtime_ns
+
+
+def _write(path: Path, content: bytes) -> tuple[int, int]:
+    """Return what tells the file from another one of that name."""
     try:
         path.parent.mkdir(exist_ok=True)
         with path.open("xb") as file:  # the run ignores it until it is whole
             file.write(content)
+        return _identity(path)
     except FileExistsError:
         raise RunFailed(f"another request is waiting in {path}; delete it if its command has ended") from None
     except OSError as error:
         raise RunFailed(f"can't write {path}: {error.strerror}") from error
 
 
-def _wait_for_files(run: Path, before: dict[int, tuple[int, Path] | None], seconds: float) -> list[Path]:
+def _wait_for_files(
+    run: Path, before: dict[int, tuple[int, Path] | None], seconds: float, is_waiting: Callable[[], bool]
+) -> list[Path]:
     deadline, ended = time.monotonic() + seconds, None
     while True:
         now = time.monotonic()
         if ended is None and not is_running(run):
             ended = now
-        newest = {rank: _newest(run, rank) for rank in before}
+        waits, newest = is_waiting(), {rank: _newest(run, rank) for rank in before}
+        if waits:  # a trace that has ended by now is another's
+            before = newest
         missing = [rank for rank, trace in newest.items() if trace == before[rank]]
         if not missing:
             return [trace[1] for trace in newest.values() if trace is not None]
