@@ -301,6 +301,12 @@ def test_lockstep_does_deepspeed_s_activation_checkpointing() -> None:
     )
 
 
+def test_an_accumulation_that_means_another_global_batch_is_refused() -> None:
+    derived = Derived(ranks=4, micro_size=1, accumulation=4, steps=100, trainable=1000)
+    with pytest.raises(ConfigError, match=r"steps: 8, but it is 4; write `batch.global_size: 32`"):
+        check(config_set_by_user({"gradient_accumulation_steps": 8}), derived)
+
+
 def test_loss_scaling_of_fp16_must_agree() -> None:
     fp16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 1000, "hysteresis": 2}
     assert refusal({"fp16": fp16}, precision={"compute": "fp16"}) == (

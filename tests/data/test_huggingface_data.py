@@ -1,6 +1,7 @@
 """Datasets of the datasets library become batches for each task. Rows and tokenizers are tiny and local."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -115,6 +116,25 @@ def test_packed_documents_are_tokenized_once_for_each_tokenizer_column_and_conte
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "the dog sat on the mat"}))
     opened("gpt", None, packed=True, max_length=4, name=str(tmp_path / "rows.jsonl"))
     assert len(tokenized) == 6
+
+
+def test_packed_documents_with_another_end_token_are_tokenized_again(opened, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    other = tmp_path / "other"
+    shutil.copytree(folder / "gpt", other)
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    (other / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "cat"}))
+    for name, end in (("gpt", 0), (str(other), words("cat")[0])):
+        source = opened(name, "causal-lm", packed=True, max_length=4)
+        stream = [token for row in ROWS for token in [*words(row["text"]), end]]
+        tokens = source.fetch(np.arange(source.facts.samples)).inputs["input_ids"].flatten().tolist()
+        assert tokens == stream[: len(tokens)]
+
+
+def test_as_many_packed_documents_as_are_tokenized_at_once(opened, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("lockstep.data.prepare._BATCH", len(ROWS))
+    assert opened("gpt", "causal-lm", packed=True, max_length=4).facts.samples > 0
 
 
 def _rows_with(value: object, suffix: str, folder: Path) -> Path:

@@ -150,6 +150,26 @@ def test_the_sample_whose_shape_is_another_is_named(odd: int, workers: int) -> N
     loader.close()
 
 
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        (
+            torch.zeros(2, dtype=torch.float64),
+            "sample 2 can be read, but not put into one batch with others: TypeError",
+        ),
+        (torch.zeros(2, requires_grad=True), "sample 2 can't be read: TypeError: "),
+    ],
+)
+def test_the_sample_whose_tensor_is_another_is_named(odd: torch.Tensor, message: str) -> None:
+    items: list[Any] = [torch.zeros(2)] * 4
+    items[2] = odd
+    loader = make_loader(adapt_dataset(items), shuffle=False, global_size=4, micro_size=4)
+    with pytest.raises(UnusableSamples, match=re.escape(message)) as raised:
+        next(loader.updates(Progress()))
+    assert raised.value.samples == (2,)
+    loader.close()
+
+
 def test_samples_of_several_shapes_are_named() -> None:
     loader = make_loader(adapt_dataset([torch.zeros(size) for size in (2, 3, 4)]), shuffle=False)
     with pytest.raises(RunFailed, match="samples 0, 1, 2 can each be read, but not put into one batch: RuntimeError"):

@@ -386,6 +386,7 @@ def test_each_field_of_accelerate_s_config_has_an_answer(tmp_path: Path) -> None
         ({"overwrite_output_dir": True}, "to do", "--fresh starts from scratch"),
         ({"nnodes": 2}, "to do", "write launch.nodes: 2"),
         ({"attn_implementation": "sdpa", "model_name": "gpt2"}, "taken", ""),
+        ({"attn_implementation": "sdpa", "n_layer": 2}, "to do", "of kind huggingface"),
         ({"gradient_accumulation_kwargs": {"num_steps": 4}}, "to do", "another name for gradient_accumulation_steps"),
         ({"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}, "zero_optimization": {"stage": 1}},
          "not there", "moments are always corrected"),

@@ -25,7 +25,7 @@ from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
 from lockstep.interop.peers import import_weights
 from lockstep.interop.runs import import_run
-from lockstep.interop.zero_checkpoint import STAND_INS, read_zero
+from lockstep.interop.zero_checkpoint import STAND_INS, _joined, read_zero
 from lockstep.models.weight_files import read_torch, read_weights
 from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.resuming import Resume
@@ -424,3 +424,7 @@ def test_the_docs_list_the_stand_ins() -> None:
     text = (Path(__file__).parents[2] / "docs" / "weights.md").read_text(encoding="utf-8")
     table = text.partition("<!-- stand-ins -->")[2].partition("<!-- end of stand-ins -->")[0]
     assert re.findall(r"^\| `(\S+)` \|", table, re.MULTILINE) == list(STAND_INS)
+
+
+def test_a_scalar_parameter_is_joined() -> None:
+    assert _joined([torch.tensor([2.5])], (), Path("a"), "scale").item() == 2.5

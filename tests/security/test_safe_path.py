@@ -37,7 +37,6 @@ def _python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         ("-m", "lockstep", "version"),
         ("-u", "-m", "lockstep", "config", "check"),
         ("-mlockstep", "plan", "digits", "--ranks", "2", "--peak", "none"),
-        ("-m", "lockstep.config.reference"),
     ],
     ids=" ".join,
 )

@@ -108,6 +108,16 @@ def test_a_run_whose_folder_is_gone_ends_with_its_weights(
     assert act is not _moved or _steps(tmp_path / "moved") == list(range(1, STEPS + 1))
 
 
+def test_an_exception_after_the_folder_is_gone_makes_no_new_one(tmp_path: Path) -> None:
+    def fail(_: Path) -> None:
+        raise ValueError("of the model")
+
+    with pytest.raises(ValueError, match="of the model") as raised:
+        _run(tmp_path, 1, {6: _without_checkpoints, 7: fail})
+    assert "was deleted or moved" in "".join(raised.value.__notes__)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 def test_a_folder_that_is_back_is_saved_to(tmp_path: Path) -> None:
     """The save of step 8 fails, and the one of step 12 doesn't."""
     assert _run(tmp_path, 1, {6: _moved, 10: _moved_back}) == ""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 from transforms.test_recomputing import MODES
 
@@ -46,6 +47,18 @@ class PlainMean(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         return super().forward(x)
+
+
+def test_a_compiled_model_is_compiled_for_its_first_forwards_alone() -> None:
+    model = nn.Sequential(*(Block() for _ in range(2)))
+    lockstep.checkpoint_activations(model, [Block])
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter)
+    counts = []
+    for _ in range(6):
+        compiled(torch.ones(2, 4)).sum().backward()
+        counts.append(counter.frame_count)
+    assert counts[3:] == [counts[2]] * 3
 
 
 class Counter(Block):

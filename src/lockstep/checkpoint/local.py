@@ -70,14 +70,14 @@ class LocalStorage:
         return read_owner(lambda: LocalFile(self._folder / OWNER))
 
     def set_owner(self, owner: Owner) -> None:
-        self._run, self._is_owned = owner.run, True
-        if self.owner() == owner:  # a full disk could not take it again
-            return
-        self._make()
-        new = self._folder / f"{_MARKER}{OWNER}"
-        _write_durably(new, memoryview(owner_bytes(owner)))
-        new.rename(self._folder / OWNER)
-        flush(self._folder)
+        self._run = owner.run
+        if self.owner() != owner:  # a full disk could not take it again
+            self._make()
+            new = self._folder / f"{_MARKER}{OWNER}"
+            _write_durably(new, memoryview(owner_bytes(owner)))
+            new.rename(self._folder / OWNER)
+            flush(self._folder)
+        self._is_owned = True
 
     @property
     def place(self) -> str:
@@ -101,8 +101,6 @@ class LocalStorage:
         draft = self._folder / f"{self._draft_prefix}{name}"
 
         def make() -> None:
-            if self._is_owned and not exists_anew(self._folder / OWNER):
-                raise RunFailed(f"{self._folder} was deleted or moved during the run; move it back to save there")
             self._make()
             draft.mkdir(exist_ok=True)
 
@@ -110,7 +108,9 @@ class LocalStorage:
         return LocalDraft(self, draft, self._folder / name)
 
     def with_separate_drafts(self) -> LocalStorage:
-        return LocalStorage(self._folder, self._run, f"{_DRAFT}rescue-", retry_seconds=self._retry_seconds)
+        storage = LocalStorage(self._folder, self._run, f"{_DRAFT}rescue-", retry_seconds=self._retry_seconds)
+        storage._is_owned = self._is_owned
+        return storage
 
     @contextlib.contextmanager
     def try_lock(self, name: str) -> Iterator[bool]:
@@ -194,6 +194,8 @@ class LocalStorage:
 
     def _make(self) -> None:
         """Make the folder, and flush the names that lead to it: a checkpoint in it survives a power failure."""
+        if self._is_owned and not exists_anew(self._folder / OWNER):
+            raise RunFailed(f"{self._folder} was deleted or moved during the run; move it back to save there")
         if self._folder.is_dir():
             return
         missing = [self._folder, *(parent for parent in self._folder.parents if not parent.is_dir())]

@@ -202,6 +202,9 @@ def _in_value(
             yield _Difference(row.path, f"{_json(value)} is not supported; write cpu")
         elif row.path == "optimizer.type" and meant not in ("adamw", "adam", "sgd", "lion"):
             yield _Difference(row.path, f"{value} is not supported; `optim.name` is adamw, adam, sgd or lion")
+        elif row.path == "gradient_accumulation_steps" and value != derived.accumulation and meant == expected:
+            size = f"batch.global_size: {derived.micro_size * value * derived.ranks}"
+            yield _Difference(row.path, f'{value}, but it is {derived.accumulation}; write `{size}`, or "auto" here')
         elif not _same(meant, expected):
             fact = f"{row.ours} is {_text(expected)}"
             if row.path == "gradient_accumulation_steps":

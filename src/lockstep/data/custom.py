@@ -27,7 +27,7 @@ from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_
 
 from lockstep.config.data_sections import FATAL, BadSamples, CustomData
 from lockstep.core import heartbeat
-from lockstep.core.errors import ConfigError, RunFailed, UnusableSamples
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.extensions import construct, import_target, source_file
 from lockstep.core.protocols import Source
 from lockstep.core.records import TARGETS, Batch, DataFacts
@@ -225,9 +225,9 @@ def _stacked(tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -> Any:
     """Stack tensors as torch does, if they have one dtype: in a worker it would cast them, elsewhere promote them."""
     if len(set(map(_DTYPE, tensors))) > 1:
         dtypes = ", ".join(str(tensor.dtype) for tensor in tensors[:_ITEMS])
-        raise UnusableSamples(f"the samples of one batch are {dtypes}: return one dtype, or set collate")
+        raise TypeError(f"the samples of one batch are {dtypes}: return one dtype, or set collate")
     if any(map(_REQUIRES_GRAD, tensors)):
-        raise UnusableSamples("the dataset returned a tensor that requires a gradient: return tensor.detach()")
+        raise TypeError("the dataset returned a tensor that requires a gradient: return tensor.detach()")
     return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
 
 

@@ -181,7 +181,8 @@ class Texts:
     def stream_key(self) -> str:
         """Return a hash of all that the documents' tokens depend on."""
         source = (rows_identity(self.rows), self.section.text, self._sampled()[self.section.text])
-        return windows.fingerprint("stream", FORMAT, *source, tokenizer_identity(self.tokenizer))
+        end = end_token(self.tokenizer)
+        return windows.fingerprint("stream", FORMAT, *source, tokenizer_identity(self.tokenizer), end)
 
 
 class TextSource:

@@ -258,6 +258,8 @@ class SplitWriter:
         return self._folder / f"{self.name}.{part}"
 
     def _flush(self) -> None:
+        if not self._pending:  # tokenizers of transformers refuse an empty list
+            return
         for text, ids in zip(self._pending, self._tokenizer.encode(self._pending), strict=True):
             block = np.append(ids, np.uint32(self._tokenizer.end)).astype(self._dtype)
             with naming(self._path("tokens")):

@@ -396,6 +396,12 @@ def _is_on_the_hub(key: ForeignKey | None) -> bool:
     return key is not None and isinstance(key.value, str) and not key.value.lower().startswith(_NOT_TRANSFORMERS)
 
 
+def attention(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    if named_model(file) is None and file.find("model_type") is None:
+        return to_do(f"write {row.target}: {key.value} with a model of kind huggingface")
+    return taken(row.target, key.value)
+
+
 def model(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     if not isinstance(key.value, str):
         return not_there("it must be a name")
@@ -451,7 +457,7 @@ def data_key(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
 
 
 GENERAL_RULES: Mapping[str, Rule] = {
-    "rename": rename, "choice": choice,
+    "rename": rename, "choice": choice, "attention": attention,
     "not needed": lambda row, key, file: not_needed(row.note),
     "not there": lambda row, key, file: requests_nothing(row, key, file) or not_there(row.note),
     "to do": lambda row, key, file: requests_nothing(row, key, file) or to_do(row.note_for(key.value)),

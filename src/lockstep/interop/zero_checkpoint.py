@@ -229,7 +229,7 @@ def _joined(pieces: Iterable[Tensor], shape: Sequence[int], file: Path, name: st
     available = sum(piece.numel() for piece in flat)
     if available < numel:
         raise ConfigError(f"{file}: {readable(name)} is {list(shape)}, but {available:,} values of it exist")
-    return torch.cat(flat)[:numel].view(*shape) if flat else torch.empty(*shape)
+    return torch.cat(flat)[:numel].view(tuple(shape)) if flat else torch.empty(tuple(shape))
 
 
 def _flat(file: Path, key: str, tensor: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def make_mesh(ranks: int, sizes: Mapping[Axis, int], rest: Axis = "data", *, fix
     if mesh.ranks == ranks:
         return mesh
     total = f" = {product}" if len(sizes) > 1 else ""
-    fact = f"{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))}{total}, but there are {ranks} ranks"
+    fact = f"{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))}{total}, not {ranks}, the number of ranks"
     below, above = ranks // others * others, -(-ranks // others) * others
     remedy = f"Start {product}" if fixed else f"Start {below} or {above}" if below else f"Start {above}"
     if ranks % others == 0:

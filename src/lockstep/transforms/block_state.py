@@ -45,7 +45,7 @@ class StateGuard:
 
     def begin(self) -> bool:
         """Begin a forward. Return whether it is checked: it is the first."""
-        self._calls += 1
+        self._calls = min(self._calls + 1, 2)  # torch.compile compiles again for each other number
         if self._calls == 1:
             self._slots = [module._parameters for module in self._block.modules()]
         return self._calls == 1
