@@ -1,4 +1,4 @@
-"""The verb `plan`: lockstep plan RECIPE --ranks N [--measure] [overrides]."""
+"""The verb `plan`: lockstep plan RECIPE --ranks N [--measure [--modes all]] [overrides]."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_run, approved_config, size
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo
 
@@ -32,9 +32,28 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     parser.add_argument("--peak", choices=["all", "planned", "none"], default="all", help=text)
     text = "also run three updates here; show predicted and measured memory"
     parser.add_argument("--measure", action="store_true", help=text)
+    text = "with --measure: show instead what ways to save memory save and cost, such as none,full,selective"
+    parser.add_argument("--modes", metavar="all|A,B", help=text)
     args, overrides = parser.parse(arguments)
+    if args.modes and not args.measure:
+        raise ConfigError("--modes is for --measure: --measure --modes all")
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
-    return Prepared(partial(_plan, args, loaded, name), loaded.config, f"plan-{name}")
+    execute = _measure_modes if args.modes else _plan
+    return Prepared(partial(execute, args, loaded, name), loaded.config, f"plan-{name}")
+
+
+def _measure_modes(args: argparse.Namespace, loaded: LoadedConfig, _: str) -> int:
+    from lockstep.simulation.planning import MODES_HEAD, measured_modes, mode_row
+    from lockstep.training.user_objects import refuse_given
+
+    refuse_given(loaded)
+    rows: list[dict[str, Any]] = []
+    for row in measured_modes(loaded, args.modes, trust_remote_code=args.trust_remote_code):
+        rows.append(row)
+        echo(mode_row(row, rows[0]) if len(rows) > 1 else f"{MODES_HEAD}\n{mode_row(row, row)}", flush=True)
+    if args.json:
+        emit({"modes": rows})
+    return 0
 
 
 def _plan(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:

@@ -17,9 +17,11 @@ from lockstep.core.protocols import EvaluatedObjective, Objective
 from lockstep.models.heads import Head
 from lockstep.models.objectives import IGNORED, ClassifierLoss, ModelLoss, SpanLoss, TargetLoss
 from lockstep.models.torch_losses import TorchLoss, construct_objective, loss_module
+from lockstep.plan.batch import smallest_micro_batch
 
 if TYPE_CHECKING:
     from lockstep.core.records import Batch, DataFacts
+    from lockstep.plan.plan import Plan
 
 _TASK_KINDS = {
     "causal-lm": "next-token",
@@ -166,6 +168,17 @@ def least_samples(module: nn.Module) -> int:
     has_sequences = any(isinstance(child, nn.Conv1d | nn.ConvTranspose1d) for child in children)
     norms = [child for child in children if isinstance(child, nn.BatchNorm1d) and child.training]
     return 2 if norms and not has_sequences else 1
+
+
+def lone_samples(module: nn.Module, plan: Plan) -> list[str]:
+    """Return a warning if batch norm gets a single sample in the last update of an epoch, where it may fail."""
+    rest, batch = plan.epoch_samples % plan.batch.global_size, plan.batch
+    if not rest or smallest_micro_batch(rest, batch.micro_size, batch.ranks) >= least_samples(module):
+        return []
+    return [
+        f"The last update of an epoch has {rest:,} samples, so a rank has a micro-batch of one or none; batch norm "
+        "fails on one value for each channel. Set data.drop_last: true, or another batch.global_size."
+    ]
 
 
 def objective_kind(objective: schema.ObjectiveConfig, model: schema.Model, facts: DataFacts, head: Head | None) -> str:

@@ -52,7 +52,7 @@ class ShardingContext:
         model: This rank's part of the model. For `shard` it may be on the meta device; for `build` it has its values,
             and is on `world.device`, unless `Builder.shards_in_build`.
         blocks: Names of the repeated layers that this rank holds.
-            cast_weights: Names of the parameters that autocast casts wherever the model uses them.
+        cast_weights: Names of the parameters that autocast casts wherever the model uses them.
         compute: The precision of autocast; None for fp32.
         has_values: Whether the parameters have values, which may differ between ranks until they are broadcast.
         unused_remedy: What has to change before `find_unused_parameters` can be set ("leave x out and "); may be empty.

@@ -10,7 +10,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 import torch
 from torch import nn
 
+from lockstep.config.training_sections import Memory
+from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, OutOfMemory, Paused, RunFailed, Stopped
 from lockstep.core.formatting import size
 from lockstep.core.ranks import RankEnvironment
@@ -54,6 +57,7 @@ Extent = Literal["all", "planned"]
 """The strategies whose peak is simulated."""
 
 _MEASURED_UPDATES = 3
+_TIMED_UPDATES = 5
 _SHOWN = 1e-3  # fraction of a peak from which a category has a column
 _HEADS: dict[Category, str] = {"parameters": "params", "gradients": "grads", "communication": "comm."}
 
@@ -205,17 +209,61 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
     if predicted is not None and estimator.memory is not None and predicted.bytes > estimator.memory:
         takes = f"a rank would take {size(predicted.bytes)}, and has {size(estimator.memory)} here"
         raise RunFailed(f"{takes}; measure fewer ranks, or a smaller model")
-    peak, held = _measured(config, given, ranks)
+    peak, held, _ = _measured(config, given, ranks)
     return MeasuredMemory(predicted, why, peak, held, ranks, on_cpu)
 
 
-def _measured(config: Config, given: UserObjects, ranks: int) -> tuple[Peak, int]:
-    """Run the config's updates in new processes; return peak and held bytes of the rank that needs most memory."""
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "full": {"activation_checkpointing": {"mode": "full"}},
+    "full-every-2": {"activation_checkpointing": {"mode": "full", "every": 2}},
+    "selective": {"activation_checkpointing": {"mode": "selective"}},
+    "loss-chunk": {"loss_chunk": 256},
+    "offload": {"activation_offload": "cpu"},
+    "full+offload": {"activation_checkpointing": {"mode": "full"}, "activation_offload": "cpu"},
+    "full+loss-chunk": {"activation_checkpointing": {"mode": "full"}, "loss_chunk": 256},
+}
+"""What `memory` has in each mode."""
+MODES_HEAD = "| mode | peak of a rank | of none's | ms an update | of none's |\n| --- | ---: | ---: | ---: | ---: |"
+
+
+def measured_modes(loaded: LoadedConfig, names: str, *, trust_remote_code: bool) -> Iterator[dict[str, Any]]:
+    """Measure each mode in new ranks of this machine; yield its peak (bytes) and the time of its fastest update.
+
+    Args:
+        names: separated by commas, or `all`; `none`, with which all are compared, is first.
+    """
+    chosen = list(MODES) if names == "all" else [name.strip() for name in names.split(",")]
+    for name in chosen:
+        if name not in MODES:
+            raise ConfigError(f"--modes: there is no mode {name!r}; {did_you_mean(name, MODES)}")
+    length = {"steps": _MEASURED_UPDATES + _TIMED_UPDATES, "samples": None, "tokens": None, "epochs": None}
+    update: dict[str, Any] = {"run": loaded.config.run.model_copy(update=length)}
+    given, ranks = UserObjects(trust_remote_code=trust_remote_code), choose_ranks(loaded.config.launch)
+    for name in dict.fromkeys(["none", *chosen]):
+        config = loaded.config.model_copy(update=update | {"memory": Memory.model_validate(MODES[name])})
+        try:
+            peak, _, milliseconds = _measured(config, given, ranks, _TIMED_UPDATES)
+            yield {"mode": name, "peak": peak.bytes, "milliseconds": milliseconds, "why": ""}
+        except (ConfigError, OutOfMemory) as refusal:
+            yield {"mode": name, "peak": None, "milliseconds": None, "why": str(refusal)}
+
+
+def mode_row(row: Mapping[str, Any], none: Mapping[str, Any]) -> str:
+    """Return a row of the table below `MODES_HEAD`."""
+    if row["peak"] is None:
+        return f"| {row['mode']} | {row['why']} | | | |"
+    ratios = [f"{row[key] / none[key]:.2f}" if none[key] else "" for key in ("peak", "milliseconds")]
+    return f"| {row['mode']} | {size(row['peak'])} | {ratios[0]} | {row['milliseconds']:.1f} | {ratios[1]} |"
+
+
+def _measured(config: Config, given: UserObjects, ranks: int, timed: int = 0) -> tuple[Peak, int, float]:
+    """Run updates in new processes; return peak and held bytes of the rank that needs most, and ms of an update."""
     folder = Path(tempfile.mkdtemp(prefix="lockstep-plan-"))
     remove = partial(shutil.rmtree, folder, ignore_errors=True)
     try:
         with undo_on_stop(remove):
-            entry = partial(_measure_rank, config, given, folder)
+            entry = partial(_measure_rank, config, given, timed, folder)
             code = launch(entry, ranks, config.launch, None, own_process=True, preload=imports_ahead(config)).show()
             records = [json.loads(file.read_text()) for file in folder.glob("*.json")]
     finally:
@@ -227,7 +275,8 @@ def _measured(config: Config, given: UserObjects, ranks: int) -> tuple[Peak, int
             raise OutOfMemory(record["refused"]) if record["memory"] else ConfigError(record["refused"])
     if len(records) < ranks:
         raise RunFailed(f"memory can't be measured: the ranks ended with exit code {code}")
-    return max(((Peak(**record["peak"]), record["held"]) for record in records), key=lambda pair: pair[0].bytes)
+    measured = [(Peak(**record["peak"]), record["held"], record["milliseconds"]) for record in records]
+    return max(measured, key=lambda each: each[0].bytes)
 
 
 def settled(config: Config, estimator: Estimator) -> Config:
@@ -238,23 +287,33 @@ def settled(config: Config, estimator: Estimator) -> Config:
     return config.model_copy(update={"parallel": parallel, "batch": batch})
 
 
-def _measure_rank(config: Config, given: UserObjects, folder: Path) -> int:
+def _measure_rank(config: Config, given: UserObjects, timed: int, folder: Path) -> int:
     record: dict[str, Any]
     rank = RankEnvironment.read(os.environ).rank
     try:
         with opened(config, given) as session:
-            record = _record(session)
+            record = _record(session, timed)
     except (ConfigError, OutOfMemory) as refusal:
         record = {"refused": str(refusal), "memory": isinstance(refusal, OutOfMemory)}
     (folder / f"{rank}.json").write_text(json.dumps(record))
     return 0
 
 
-def _record(session: Session) -> dict[str, Any]:
+def _record(session: Session, timed: int) -> dict[str, Any]:
+    """Return peak and held bytes of some updates, and the milliseconds of the fastest of `timed` further ones.
+
+    On the CPU that is processor time, to which other processes add nothing.
+    """
     device = components_of(session).world.device
     ledger = MemoryLedger(device.type)
     with Watched(ledger), resizes_seen(ledger):
         run_updates(session, ledger, _MEASURED_UPDATES)
     on_cpu = device.type == "cpu"
     held = peak_memory(device) if on_cpu else torch.get_device_module(device).max_memory_reserved()
-    return {"peak": asdict(ledger.peak()), "held": held}
+    clock, times = (time.process_time if on_cpu else time.perf_counter), []
+    for batch in session.batches() if timed else ():
+        start = clock()
+        session.accumulate(batch)
+        session.commit().result()
+        times.append(clock() - start)
+    return {"peak": asdict(ledger.peak()), "held": held, "milliseconds": 1000 * min(times, default=0.0)}

@@ -23,7 +23,7 @@ from lockstep.distributed.rng import seed_everything
 from lockstep.engine.input_names import refuse_unknown_names
 from lockstep.models.attention_masks import decide_masks, without_full_mask
 from lockstep.models.build import build_meta_model, build_model, parameter_facts, sketch_model
-from lockstep.models.building_objectives import coupling
+from lockstep.models.building_objectives import coupling, lone_samples
 from lockstep.models.model_tensors import model_tensors
 from lockstep.models.objectives import ClassifierLoss, TargetLoss
 from lockstep.models.parameters import refuse_parameters
@@ -159,6 +159,7 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
     refuse_parameters(model, ELEMENT_BYTES)
     refuse_unknown_names(model, config.model.inputs)
     plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
+    plan = replace(plan, warnings=(*plan.warnings, *lone_samples(model, plan)))
     pretrained = match_initial_weights(model, config.model)
     if pretrained is not None:
         plan = replace(plan, warnings=(*plan.warnings, *pretrained.notes()))

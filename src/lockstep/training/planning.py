@@ -39,6 +39,7 @@ def plan_run(
         decision: What `auto` takes; or None, and why it isn't known.
     """
     from lockstep.models.build import parameter_facts, sketch_model
+    from lockstep.models.building_objectives import lone_samples
     from lockstep.plan.plan import Machine, make_plan
 
     config = loaded.config
@@ -57,6 +58,7 @@ def plan_run(
     machine = Machine(memory=memory or memory_here(config, ranks), decision=decision[0], undecided=decision[1])
     plan = make_plan(config, ranks, facts, parameter_facts(model), machine)
     check_model(model, config, plan)
+    notes = [*lone_samples(model, plan), *notes]
     if config is not loaded.config:
         plan = replace(plan, steps=None, samples=None, tokens=None, epoch_steps=0, epoch_samples=0)
     return replace(plan, warnings=(*plan.warnings, *notes))
