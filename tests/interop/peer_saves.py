@@ -288,6 +288,25 @@ def from_accelerate(file: Path, kind: Callable[[], nn.Module] = small.Net) -> li
     return _next_losses(net, optimizer)
 
 
+def from_dcp(folder: Path, kind: Callable[[], nn.Module] = small.Net, *, top: bool = True) -> list[float]:
+    """As torchtitan loads it; in later versions with the weights at the top."""
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+    net, optimizer, _ = made(1, kind)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = RATE  # of a schedule
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, state = get_state_dict(net, optimizer, options=options)
+    content = {"optimizer": state, "train_state": {"step": torch.tensor(0)}}
+    content |= weights if top else {"model": weights}
+    checkpoint.load(content, checkpoint_id=str(folder), no_dist=True)
+    weights = {name: content[name] for name in weights} if top else content["model"]
+    set_state_dict(net, optimizer, model_state_dict=weights, optim_state_dict=content["optimizer"], options=options)
+    assert content["train_state"]["step"] == DONE
+    return _next_losses(net, optimizer)
+
+
 # --- transformers' Trainer --------------------------------------------------------------------------------------------
 
 LLAMA = {

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -87,9 +87,11 @@ def test_a_peer_s_checkpoint_continues_with_the_peer_s_losses(peer: str, tmp_pat
     assert continued_losses == pytest.approx(losses, rel=1e-5)
 
 
-CONTINUED: dict[str, Callable[..., list[float]]] = {
-    "plain": peer_saves.from_plain,
-    "accelerate": peer_saves.from_accelerate,
+CONTINUED: dict[str, tuple[Literal["torch", "dcp"], str, Callable[..., list[float]]]] = {
+    "plain": ("torch", "model.pt", peer_saves.from_plain),
+    "accelerate": ("torch", "model.pt", peer_saves.from_accelerate),
+    "torchtitan": ("dcp", "step-2", partial(peer_saves.from_dcp, top=True)),
+    "torchtitan-2024": ("dcp", "step-2", partial(peer_saves.from_dcp, top=False)),
 }
 
 
@@ -111,8 +113,9 @@ def test_a_peer_continues_an_exported_checkpoint(peer: str, own: tuple[Path, lis
     if peer == "accelerate" and find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed")
     run, losses = own
-    export(run, ExportArguments(step=DONE, to=tmp_path / "model.pt", optimizer=True))
-    assert CONTINUED[peer](tmp_path / "model.pt") == pytest.approx(losses, rel=1e-5)
+    form, name, continues = CONTINUED[peer]
+    export(run, ExportArguments(step=DONE, to=tmp_path / name, format=form, optimizer=True))
+    assert continues(tmp_path / name) == pytest.approx(losses, rel=1e-5)
 
 
 OUT = [peer for peer in CONTINUED if peer != "accelerate" or find_spec("accelerate") is not None]
@@ -123,9 +126,11 @@ LAYOUTS = [name for name in STRATEGIES if name != "single"]
 def test_peers_continue_what_any_strategy_saved(layout: str, tmp_path: Path) -> None:
     settings = config(model={"kind": "custom", "target": "kit.chains:Chain"}, parallel=asked(layout)["parallel"])
     losses = in_world(ranks_of(layout, 2), peer_saves.run_of_rank, settings, tmp_path / "run")[0]
-    export(tmp_path / "run", ExportArguments(step=DONE, to=tmp_path / "model.pt", optimizer=True))
     for peer in OUT:
-        assert CONTINUED[peer](tmp_path / "model.pt", Chain) == pytest.approx(losses, rel=1e-6), peer
+        form, name, continues = CONTINUED[peer]
+        asked_for = ExportArguments(step=DONE, to=tmp_path / name, format=form, optimizer=True, force=True)
+        export(tmp_path / "run", asked_for)
+        assert continues(tmp_path / name, Chain) == pytest.approx(losses, rel=1e-6), peer
 
 
 OF_TRAINER: dict[str, Any] = {
@@ -135,7 +140,18 @@ OF_TRAINER: dict[str, Any] = {
 }
 
 
-def test_a_trainer_s_checkpoint_continues(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trainer_continues_what_any_strategy_saved(layout: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    parallel = {key: value for key, value in asked(layout)["parallel"].items() if key != "tensor_parallel"}
+    settings = config(**OF_TRAINER, parallel=parallel)
+    losses = in_world(ranks_of(layout, 2), peer_saves.run_of_rank, settings, tmp_path / "run")[0]
+    asked_for = ExportArguments(step=DONE, to=tmp_path / "out", format="hf", optimizer=True, trust_run=True)
+    export(tmp_path / "run", asked_for)
+    assert peer_saves.trainer(tmp_path / "again", tmp_path / "out")[-NEXT:] == pytest.approx(losses, abs=1e-4)
+
+
+def test_a_trainer_s_checkpoint_continues_and_is_continued(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     losses = peer_saves.trainer(tmp_path / "out")[DONE:]
     settings = config(**OF_TRAINER)
@@ -143,6 +159,8 @@ def test_a_trainer_s_checkpoint_continues(tmp_path: Path) -> None:
     assert imported.steps == DONE
     assert not [note for note in imported.notes if "in the checkpoint" in note]
     assert continued(tmp_path / "run", settings)[1] == pytest.approx(losses, abs=1e-4)  # Trainer rounds its losses
+    export(tmp_path / "run", ExportArguments(step=DONE, to=tmp_path / "out2", format="hf", optimizer=True))
+    assert peer_saves.trainer(tmp_path / "again", tmp_path / "out2")[-NEXT:] == pytest.approx(losses, abs=1e-4)
 
 
 # --- refused, and chosen ------------------------------------------------------------------------------------------
@@ -188,7 +206,7 @@ def test_a_run_begins_where_it_is_asked_to_and_lists_what_differs(tmp_path: Path
     imported = import_run(tmp_path / "last.pt", tmp_path / "run", validate(settings).config, "mine", step=4, sample=16)
     assert (imported.progress.steps, imported.progress.samples) == (4, 16)
     notes = "\n".join(imported.notes)
-    assert "weight_decay is 0 and 0.1 in the checkpoint, 0 and 0.3 in the config; set" in notes
+    assert "0.1 in the checkpoint, 0.3 in the config, for 2 parameters (inner.weight, head.weight); set" in notes
     assert "the optimizer has made 2 steps, but the run begins at step 4" in notes
     assert "not imported: epoch, scheduler, loss" in notes
 
@@ -197,7 +215,7 @@ Groups = Callable[[torch.nn.Module], torch.optim.Optimizer]
 OTHER_SETTINGS: dict[str, tuple[Groups, str]] = {
     "decay of all": (
         lambda net: torch.optim.AdamW(net.parameters(), RATE, weight_decay=DECAY),
-        "weight_decay is 0.1 in",
+        "inner.bias, head.bias",
     ),
     "decay of one": (
         lambda net: torch.optim.AdamW(
@@ -207,25 +225,25 @@ OTHER_SETTINGS: dict[str, tuple[Groups, str]] = {
             ],
             RATE,
         ),
-        "weight_decay is 0 and 0.3 in",
+        "inner.weight",
     ),
     "adam": (
         lambda net: torch.optim.Adam(
             [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in peer_saves.groups(net)],
             RATE,
         ),
-        "decoupled_weight_decay is false in",
+        "inner.weight, head.weight",
     ),
     "rate and betas": (
         lambda net: torch.optim.AdamW(peer_saves.groups(net), 0.07, (0.8, 0.99)),
-        "betas is [0.8, 0.99] in",
+        "inner.weight, head.weight, inner.bias, head.bias",
     ),
 }
 
 
 @pytest.mark.parametrize("row", OTHER_SETTINGS)
-def test_settings_that_differ_are_named(row: str, tmp_path: Path) -> None:
-    make, what = OTHER_SETTINGS[row]
+def test_settings_that_differ_are_named_with_their_parameters(row: str, tmp_path: Path) -> None:
+    make, names = OTHER_SETTINGS[row]
     net, _, _ = peer_saves.made()
     optimizer = make(net)
     for _ in range(DONE):
@@ -234,7 +252,7 @@ def test_settings_that_differ_are_named(row: str, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "last.pt")
     settings = validate(config(schedule={"kind": "constant"})).config
     notes = import_run(tmp_path / "last.pt", tmp_path / "run", settings, "mine").notes
-    assert any(note.startswith(f"{what} the checkpoint") for note in notes), notes
+    assert any("in the checkpoint" in note and f"({names}); set optim." in note for note in notes)
 
 
 @pytest.mark.parametrize(("key", "value"), [("lr", "fast"), ("betas", 0.9), ("eps", [1, 2]), ("weight_decay", None)])
@@ -245,7 +263,7 @@ def test_a_setting_that_is_no_number_counts_as_not_recorded(key: str, value: obj
     saved["param_groups"][0][key] = value
     torch.save({"model": net.state_dict(), "optimizer": saved}, tmp_path / "last.pt")
     imported = import_run(tmp_path / "last.pt", tmp_path / "run", validate(config()).config, "mine")
-    assert not any(str(value) in note for note in imported.notes)
+    assert not any(note.startswith(key) and "inner.weight" in note for note in imported.notes)
     saved["param_groups"][0]["param_names"] = ["inner.weight"]
     torch.save({"model": net.state_dict(), "optimizer": saved}, tmp_path / "last.pt")
     with pytest.raises(ConfigError, match="isn't in torch's format"):

@@ -74,6 +74,20 @@ def test_a_second_run_is_refused_in_the_folder_of_a_first(second: str, capsys: p
     assert main(["train", other, "--checkpoint.folder", f"./checkpoints/{second}"]) == 0  # what it advises works
 
 
+def test_a_run_does_not_start_over_because_its_checkpoints_are_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    lockstep.train(_config(run={"folder": "./run"}))
+    words = ["train", "run", "--run.steps", "8", "--checkpoint.folder", "./other"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"the run in {Path('run').absolute()} has its own in {Path('run/checkpoints').absolute()}" in said
+    assert "the newest of step 6; copy them there to resume" in said
+    assert len((Path("run") / "metrics.jsonl").read_text().splitlines()) > 0
+    shutil.copytree("run/checkpoints", "other")
+    assert main(words) == 0
+    assert "resumes from step 6 " in capsys.readouterr().out
+    assert _steps("other")[-1] == "step-00000008"
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_of_another_launcher_are_refused_together(ranks: int) -> None:
     lockstep.train(_config(**_SHARED), name="first")

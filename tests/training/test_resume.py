@@ -54,6 +54,28 @@ def _bytes(tensors: Any) -> dict[str, bytes]:
     return {name: tensor.detach().numpy().tobytes() for name, tensor in tensors.items()}
 
 
+@pytest.mark.parametrize(
+    ("longer", "kind", "rates"), [(16, "cosine", ("0.005", "0.008536")), (16, "constant", ()), (8, "cosine", ())]
+)
+def test_a_run_that_is_made_longer_says_that_its_learning_rate_changes(
+    tmp_path: Path, longer: int, kind: str, rates: tuple[str, ...]
+) -> None:
+    notes: list[str] = []
+    for steps in (8, longer):
+        config = small.config(run={"steps": steps}, schedule={"kind": kind})
+        with lockstep.session(config) as session:
+            checkpoints = Checkpoints(session, LocalStorage(tmp_path), {})
+            notes = checkpoints.begin(Resume())
+            if steps == 8 and not checkpoints.resumed_from:
+                next(report for report in session if report.step == 4)
+                checkpoints.save()
+            checkpoints.finish()
+    said = [note for note in notes if "learning rate" in note]
+    assert len(said) == bool(rates)
+    for part in (*rates, "run.steps: 8", "run.steps: 16", "schedule.kind: constant") if rates else ():
+        assert part in said[0]
+
+
 def _assert_same(found: dict[str, Any]) -> None:
     uncut = found.pop("uncut")
     assert set(uncut["losses"]) == set(range(1, STEPS + 1))

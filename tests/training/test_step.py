@@ -66,3 +66,15 @@ def test_the_step_continues_after_a_resume(tmp_path: Any) -> None:
         del config["objective"]
         lockstep.train(config, objective=Annealed())
     assert STEPS[-2:] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("model", "micro_size", "notes"), [(Counting, 3, 1), (Counting, 12, 0), (small.WithBatchNorm, 4, 0)]
+)
+def test_buffers_that_each_micro_batch_changes_are_noted(
+    model: Any, micro_size: int, notes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses(micro_size, model=model)
+    printed = capsys.readouterr().out
+    assert printed.count("the forward changes forwards in each of 4 micro-batches") == notes
+    assert printed.count("the forward changes") == notes

@@ -12,7 +12,7 @@ from lockstep.core.terminal import echo
 _EPILOG = """\
 Optimizer state is not read, so damage to it is not detected: `lockstep ckpt verify RUN` reads the whole checkpoint.
 `--with optimizer` reads it."""
-_FORMATS = ("auto", "safetensors", "torch", "hf")
+_FORMATS = ("auto", "safetensors", "torch", "hf", "dcp")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -26,7 +26,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--to", type=path, metavar="PLACE", help="a folder, or a file; by default in RUN/export")
     formats = "hf: a folder for from_pretrained; torch: a state dict"
     parser.add_argument("--format", choices=_FORMATS, default="auto", help=formats)
-    also = "optimizer state and step, too, with --format torch"
+    also = "optimizer state and step, too: hf for Trainer, dcp for torchtitan, torch for any loop"
     parser.add_argument("--with", dest="also", choices=("optimizer",), help=also)
     parser.add_argument("--force", action="store_true", help="replace what is there")
     add_json(parser)

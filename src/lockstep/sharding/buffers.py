@@ -166,6 +166,19 @@ class BufferSnapshot:
         self._groups = _groups(self._parts, self._copies)
 
     @torch.no_grad()
+    def changed(self) -> list[str]:
+        """Return the buffers that forwards have changed since the last `take`, without those of torch's norms."""
+        names = []
+        for (name, owner), now, copy in zip(
+            self._owners.items(), _parts(current_buffers(self._owners)), self._copies, strict=True
+        ):
+            if now is None or copy is None or _OF_NORMS & owner.keys():
+                continue
+            if now.dtype != copy.dtype or not torch.equal(now, copy):
+                names.append(name)
+        return names
+
+    @torch.no_grad()
     def put_back(self, *, unless: bool | Tensor = False) -> None:
         """Restore the buffers of the last `take`, also those that forwards have replaced.
 

@@ -178,6 +178,13 @@ class ModelState:
         return name and name.removeprefix(_MODEL)
 
     @torch.no_grad()
+    def weights_not_finite(self) -> str | None:
+        """Return the name of a parameter of this rank with a NaN or an infinity; None: there is none."""
+        names = {name for name, _ in self.model.named_parameters()}
+        held = {name: tensor for name, tensor in self._tensors()[0].items() if name in names}
+        return _first_not_finite(held, names)
+
+    @torch.no_grad()
     def restore(self, state: TrainingState) -> None:
         """Set model and optimizer to `state`, whole or this rank's shards; raise RunFailed if it is another model's."""
         if self._partition is not None:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
 
 from lockstep.checkpoint.manifest import ELEMENT_BYTES
+from lockstep.config.schema import Model
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts
 from lockstep.data.loader import TrainingLoader, first_batch
@@ -35,6 +36,7 @@ from lockstep.optim.precision import LossScaler, resolve_compute, set_tf32
 from lockstep.plan.choosing import choose_strategy
 from lockstep.plan.plan import make_plan
 from lockstep.plan.schedule import learning_rate
+from lockstep.sharding import ModelState
 from lockstep.training.checkpoints import checkpoints_in
 from lockstep.training.components import Components, Purpose, Rate
 from lockstep.training.deciding import machine_of
@@ -84,6 +86,8 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
     own = config.optim, plan.groups, given.optimizer, dtype
     optimizer = None if purpose is Purpose.EVALUATE else ConfiguredOptimizer(*own)
     made = parallelize(whole, config, plan, world, optimizer or NoOptimizer(), user_transforms(config, given))
+    if purpose is Purpose.TRAIN:
+        _refuse_not_finite(config.model, made.sharding.state, world)
     engine = build_engine(made, config, plan, world, source, objective, prepared.computed, prepared.masks)
 
     scaled = dtype is torch.float16 or made.sharding.rounds_to_fp16
@@ -124,6 +128,18 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
         draw=partial(whole.draw_sharded, made.sharding) if whole.deferred else lambda: None,
     )
     return Session(components)
+
+
+def _refuse_not_finite(model: Model, state: ModelState, world: World) -> None:
+    """Raise ConfigError, on all ranks, if the weights that a run starts from have a NaN or an infinity."""
+    keys = {"init_from": model.init_from, "pretrained": getattr(model, "pretrained", None)}
+    key = next((key for key, place in keys.items() if place is not None), None)
+    if key is None:
+        return
+    names = cast("list[str | None]", world.axis.gather(state.weights_not_finite()))
+    if (name := next(filter(None, names), None)) is not None:
+        why = f"{name} has a NaN or an infinity in {keys[key]}, which has diverged or is damaged; take an earlier one"
+        raise ConfigError(Problem("", f"model.{key}", why))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,20 @@
 
 RUN --> checkpoint: newest whose model verifies | --step N | --best --> its model's tensors, each byte verified
     --> safetensors    a file, with the model's own names
-    --> torch          a state dict that torch.load(weights_only=True) reads, on request with the optimizer's state
-    --> hf             a folder that from_pretrained reads; only for this the model is built
+    --> torch          a state dict that torch.load(weights_only=True) reads
+    --> hf             a folder that from_pretrained reads; for this alone the model is built
+    --> dcp            a folder of torch.distributed.checkpoint
+                       torch, hf and dcp may have the optimizer's state, too (`ExportedState`)
 """
 
 from __future__ import annotations
 
+import json
+import pickle
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -28,14 +34,14 @@ from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.progress import Progress
 from lockstep.core.records import DataFacts
 from lockstep.models.model_tensors import model_tensors
-from lockstep.models.transformers_models import is_transformers_model
+from lockstep.models.transformers_models import is_transformers_model, trainer_decays
 from lockstep.models.weight_files import Weights
 from lockstep.models.weight_matching import match_weights
 from lockstep.optim.groups import parameter_groups
 from lockstep.plan.schedule import fraction_done, horizon, learning_rate
 from lockstep.training.checkpoints import TRANSFORMS
 from lockstep.training.ledger import segments_in
-from lockstep.training.locations import CheckpointLocation, choose, find, readable_manifest
+from lockstep.training.locations import CheckpointLocation, choose, find
 from lockstep.training.sources import facts_of_data, make_model
 from lockstep.training.user_objects import UserObjects
 from lockstep.training.weights import (
@@ -46,16 +52,17 @@ from lockstep.training.weights import (
     to_rebuild,
     tokenizer_of,
     whole_file,
+    whole_folder,
 )
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
     from lockstep.config.loading import LoadedConfig
-    from lockstep.config.schema import Model
+    from lockstep.config.schema import Config, Model
 
 OPTIMIZER = "optimizer."
 _RULES = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-Form = Literal["safetensors", "torch", "hf"]
+Form = Literal["safetensors", "torch", "hf", "dcp"]
 _MODEL, _EVALUATED = "model.", "evaluated."  # the latter of an optimizer with modes
 _EXPORTS = "export"
 _FORMS: Mapping[str, Form] = {
@@ -63,43 +70,145 @@ _FORMS: Mapping[str, Form] = {
 }  # fmt: skip
 
 
-def _training_state(config: Config, manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the optimizer's state as torch has it, in the run's parameter groups, and the run's progress.
+def refuse_other_optimizers(config: Config) -> None:
+    """Raise ConfigError if torch has no optimizer that continues with the state."""
+    if config.optim.target is not None or config.optim.name not in _RULES:
+        raise ConfigError(
+            f"optimizer state can be exported of optim.name {', '.join(_RULES)}; this run's is "
+            f"{config.optim.target or config.optim.name}. Export the weights only: leave out --with optimizer"
+        )
 
-    Args:
+
+@dataclass(frozen=True)
+class ExportedState:
+    """A checkpoint's optimizer and progress.
+
+    Attributes:
         tensors: The model's, then the optimizer's (`optimizer.exp_avg.NAME`), whole.
     """
-    optim, progress = config.optim, Progress(**manifest.state["progress"])
-    order = segments_in(manifest.state["ledger"])[-1].order
-    steps = horizon(config.run, config.batch.global_size, DataFacts(order.samples, None), config.data.drop_last)
-    done = fraction_done(config.run, progress, order.epoch_samples)
-    rate = learning_rate(optim, config.schedule, done, progress.steps, steps)
-    trained = {key.split(".", 2)[2] for key in tensors if key.startswith(OPTIMIZER)}
-    parameters = {
-        name: nn.Parameter(tensor, requires_grad=name in trained)
-        for name, tensor in tensors.items()
-        if not name.startswith(OPTIMIZER) and tensor.is_floating_point()
-    }
-    groups = [
-        {
-            "params": [(name, parameters[name]) for name in group["names"]],
-            "lr": rate * group["lr_scale"],
-            "initial_lr": optim.lr * group["lr_scale"],
-            "weight_decay": group["weight_decay"],
+
+    config: Config
+    manifest: Manifest
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(**self.manifest.state["progress"])
+
+    @property
+    def epoch(self) -> float:
+        return float(self.progress.samples / self._order.epoch_samples)
+
+    @property
+    def steps(self) -> int | None:
+        """Updates of the whole run."""
+        config = self.config
+        facts = DataFacts(self._order.samples, None)
+        return horizon(config.run, config.batch.global_size, facts, config.data.drop_last)
+
+    @property
+    def _order(self) -> Any:
+        return segments_in(self.manifest.state["ledger"])[-1].order
+
+    def optimizer(self, halves: Sequence[Sequence[str]] | None = None) -> torch.optim.Optimizer:
+        """Return torch's optimizer with this state, in the run's parameter groups.
+
+        Args:
+            halves: Parameters of each group; None: the run's groups.
+        """
+        optim, trained = self.config.optim, {key.split(".", 2)[2] for key in self.tensors if key.startswith(OPTIMIZER)}
+        parameters = {
+            name: nn.Parameter(tensor, requires_grad=name in trained)
+            for name, tensor in self.tensors.items()
+            if not name.startswith(OPTIMIZER) and tensor.is_floating_point()
         }
-        for group in parameter_groups(parameters.items(), optim)
-    ]
-    own: dict[str, Any] = {"betas": optim.betas, "eps": optim.eps}
-    if optim.name == "sgd":
-        own = {"momentum": optim.momentum, "nesterov": optim.nesterov}
-    rule: Any = _RULES[optim.name]
-    optimizer: torch.optim.Optimizer = rule(groups, lr=optim.lr, **own)
-    for key, tensor in tensors.items():
-        if key.startswith(OPTIMIZER):
-            _, entry, name = key.split(".", 2)
-            optimizer.state[parameters[name]][entry] = tensor
-    records = {"step": progress.steps, "samples": progress.samples, "epoch": progress.samples / order.epoch_samples}
-    return {"optimizer_state_dict": optimizer.state_dict(), **records}
+        groups = parameter_groups(parameters.items(), optim)
+        done = fraction_done(self.config.run, self.progress, self._order.epoch_samples)
+        rate = learning_rate(optim, self.config.schedule, done, self.progress.steps, self.steps)
+        if halves is not None:
+            groups = _regrouped(groups, [[name for name in half if name in trained] for half in halves])
+        torch_groups = [
+            {
+                "params": [(name, parameters[name]) for name in group["names"]],
+                "lr": rate * group["lr_scale"],
+                "initial_lr": optim.lr * group["lr_scale"],
+                "weight_decay": group["weight_decay"],
+            }
+            for group in groups
+        ]
+        own: dict[str, Any] = {"betas": optim.betas, "eps": optim.eps}
+        if optim.name == "sgd":
+            own = {"momentum": optim.momentum, "nesterov": optim.nesterov}
+        rule: Any = _RULES[optim.name]
+        optimizer: torch.optim.Optimizer = rule(torch_groups, lr=optim.lr, **own)
+        for key, tensor in self.tensors.items():
+            if key.startswith(OPTIMIZER):
+                _, entry, name = key.split(".", 2)
+                optimizer.state[parameters[name]][entry] = tensor
+        return optimizer
+
+    def save_torch(self, model: Mapping[str, Tensor], file: Any) -> None:
+        """Write a file of torch that any loop reads."""
+        records = {"step": self.progress.steps, "samples": self.progress.samples, "epoch": self.epoch}
+        state = self.optimizer().state_dict()
+        torch.save({"model_state_dict": model, "optimizer_state_dict": state, **records}, file)
+
+    def save_for_trainer(self, folder: Path, model: nn.Module) -> None:
+        """Write what `Trainer.train(resume_from_checkpoint=folder)` reads beside the model."""
+        decays, names = trainer_decays(model), [name for name, _ in model.named_parameters()]
+        halves = [[name for name in names if (name in decays) is first] for first in (True, False)]
+        optimizer, steps = self.optimizer(halves), self.progress.steps
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+        rates = {key: [group[key] for group in optimizer.param_groups] for key in ("initial_lr", "lr")}
+        schedule = {"base_lrs": rates["initial_lr"], "_last_lr": rates["lr"], "last_epoch": steps}
+        torch.save(
+            {**schedule, "_step_count": steps + 1, "lr_lambdas": [None] * len(rates["lr"])}, folder / "scheduler.pt"
+        )
+        state = {"global_step": steps, "epoch": self.epoch, "max_steps": self.steps or 0, "log_history": []}
+        state |= {"train_batch_size": self.config.batch.global_size, "logging_steps": 1}
+        state["stateful_callbacks"] = {"TrainerControl": {"args": {}, "attributes": {}}}  # it saves into it
+        (folder / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+
+    def save_dcp(self, model: Mapping[str, Tensor], folder: Path) -> None:
+        """Write a checkpoint of torch.distributed.checkpoint; weights under both of torchtitan's names for them."""
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        saved = self.optimizer().state_dict()
+        flat: dict[str, Any] = {}
+        for group in saved["param_groups"]:
+            for number, name in zip(group["params"], group["param_names"], strict=True):
+                flat |= {f"state.{name}.{entry}": value for entry, value in saved["state"].get(number, {}).items()}
+                settings = {key: value for key, value in group.items() if not key.startswith("param")}
+                flat |= {f"param_groups.{name}.{key}": value for key, value in settings.items()}
+        state = {"model": dict(model), "optimizer": flat, "train_state": {"step": torch.tensor(self.progress.steps)}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a single process
+            save(state, checkpoint_id=folder, no_dist=True)
+        metadata: Any = FileSystemReader(folder).read_metadata()
+        for index, place in list(metadata.storage_data.items()):
+            name = index.fqn.removeprefix("model.")
+            if name != index.fqn:
+                metadata.storage_data[type(index)(name, index.offset, index.index)] = place
+                metadata.state_dict_metadata[name] = metadata.state_dict_metadata[index.fqn]
+                metadata.planner_data[name] = (name,)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _regrouped(groups: list[dict[str, Any]], halves: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """Return the groups as Trainer makes them. Raises ConfigError if their parameters have different settings."""
+    by_name = {name: group for group in groups for name in group["names"]}
+    regrouped = []
+    for half in halves:
+        settings = {(by_name[name]["lr_scale"], by_name[name]["weight_decay"]) for name in half} or {(1.0, 0.0)}
+        if len(settings) > 1:
+            raise ConfigError(
+                "--with optimizer: Trainer has one group of matrices and one of biases and norms, but this run has "
+                "several weight decays or rates within one of them; use --format torch or dcp"
+            )
+        ((scale, decay),) = settings
+        regrouped.append({"names": half, "lr_scale": scale, "weight_decay": decay})
+    return regrouped
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +217,19 @@ class ExportArguments:
 
     Attributes:
         step: Step of the checkpoint; None: the newest that verifies, or the best if the run is to end with it.
+        best: Whether to export the checkpoint with the best metric.
         to: A folder, or a file whose suffix names the format; None: in the run's folder.
         format: `auto` is hf for a Hugging Face model, otherwise safetensors.
         optimizer: Whether to export optimizer state and progress, too.
-        trust_remote_code: Whether code that comes with a downloaded model may run, for hf.
-        trust_run: Whether code that the config of another user's run names may run, for hf.
+        force: Whether to replace the target.
+        trust_remote_code: For hf: whether code that comes with a downloaded model may run.
+        trust_run: For hf: whether code that the config of another user's run names may run.
     """
 
     step: int | None = None
     best: bool = False
     to: Path | None = None
-    format: Literal["auto", "safetensors", "torch", "hf"] = "auto"
+    format: Literal["auto", "safetensors", "torch", "hf", "dcp"] = "auto"
     optimizer: bool = False
     force: bool = False
     trust_remote_code: bool = False
@@ -127,9 +238,12 @@ class ExportArguments:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """An exported model: its checkpoint, the file (with `hf` the folder), and the numbers of tensors and elements.
+    """An exported model.
 
     Attributes:
+        checkpoint: its source.
+        target: the file; with `hf` the folder.
+        tensors, elements: their numbers.
         broken: newer checkpoints that could not be used, and why.
         transforms: names of the run's transforms, which are not in the file.
     """
@@ -159,16 +273,15 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
     loaded = _config_of(location)
     config = loaded.config
     form = _form(config.model, arguments)
-    if arguments.optimizer and form != "torch":
-        raise ConfigError("--with optimizer needs --format torch")
-    if arguments.optimizer and (config.optim.target is not None or config.optim.name not in _RULES):
-        name = config.optim.target or config.optim.name
-        raise ConfigError(f"--with optimizer is for optim.name {', '.join(_RULES)}; this run's is {name}: leave it out")
+    if arguments.optimizer or form == "dcp":
+        if form == "safetensors":
+            raise ConfigError("--with optimizer needs --format torch, hf or dcp; safetensors has no place for it")
+        refuse_other_optimizers(config)
     if form == "hf":  # refused before anything large is read
         config = to_rebuild(loaded, trusted=arguments.trust_run)
     if arguments.to is not None:
         _refuse_to_overwrite(_target(None, form, "", arguments.to), form, force=arguments.force)
-    model = _read_model(location.storage, step, optimizer=arguments.optimizer)
+    model = _read_model(location.storage, step, optimizer=arguments.optimizer or form == "dcp")
     target = _target(run if location.run == run.absolute() else location.run, form, model.name, arguments.to)
     _refuse_to_overwrite(target, form, force=arguments.force)
     try:
@@ -216,17 +329,23 @@ def _step(location: CheckpointLocation, arguments: ExportArguments) -> int | Non
 
 
 def _config_of(location: CheckpointLocation) -> LoadedConfig:
-    """Return the config of the run, or of the newest checkpoint that can be read."""
+    """Return the config of the run or, for checkpoints without their run, of the newest that can be read."""
     if location.loaded is not None:
         return location.loaded
     names = names_by_step(location.storage.names())
+    broken: dict[str, str] = {}
     for step in sorted(names, reverse=True):
-        if (manifest := readable_manifest(location.storage, names[step])) is not None:
-            file = f"{location.where(names[step])}/{MANIFEST}"
-            loaded = validate(manifest.config)
-            run = RunConfig(file, Path(file).parent, known_as(manifest.run, manifest.config))
-            return replace(loaded, origins=dict.fromkeys(loaded.origins, run.name), runs=(run,))
-    raise _no_usable_checkpoint(location.storage, {})
+        name = names[step]
+        try:
+            manifest = read_manifest(location.storage, name)
+        except CorruptCheckpoint as fault:
+            broken[name] = str(fault)
+            continue
+        file = f"{location.where(name)}/{MANIFEST}"
+        loaded = validate(manifest.config)
+        run = RunConfig(file, Path(file).parent, known_as(manifest.run, manifest.config))
+        return replace(loaded, origins=dict.fromkeys(loaded.origins, run.name), runs=(run,))
+    raise _no_usable_checkpoint(location.storage, broken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +355,8 @@ class _SavedModel:
     Attributes:
         tensors: by the model's own names, tied ones once.
         tied: other names of tied tensors, and the names that are saved.
-        optimizer: the optimizer's tensors, if requested.
+        optimizer: its optimizer's, if requested.
+        broken: as in `Exported`.
     """
 
     name: str
@@ -302,6 +422,12 @@ def _form(model: Model, arguments: ExportArguments) -> Form:
         return named or ("hf" if model.kind == "huggingface" else "safetensors")
     if named is not None and named != form:
         raise ConfigError(f"--format {form} contradicts the file name {to}; leave one of them out")
+    if form == "hf" and model.kind == "given":
+        raise ConfigError(
+            "--format hf builds the model from the config, and this one was passed in Python; if it is of the "
+            "transformers library, from_pretrained reads the folder model/ of the run; otherwise use --format "
+            "safetensors or torch"
+        )
     if form == "hf" and model.kind not in ("huggingface", "custom"):
         raise ConfigError(_not_of_transformers(f"a model of kind {model.kind}"))
     return form
@@ -313,7 +439,7 @@ def _target(run: Path | None, form: Form, name: str, to: Path | None) -> Path:
     if to is None and run is None:
         raise ConfigError(f"{name} is in no run's folder; give the target with --to")
     folder = to or cast("Path", run) / _EXPORTS / name
-    if form == "hf":
+    if form in ("hf", "dcp"):
         return folder
     return folder / (FILE if form == "safetensors" else "model.pt")
 
@@ -322,30 +448,38 @@ def _refuse_to_overwrite(target: Path, form: Form, *, force: bool) -> None:
     entries = list(target.iterdir()) if target.is_dir() else []
     if not target.exists() or (target.is_dir() and not entries):
         return
-    if form == "hf" and not target.is_dir():
-        raise ConfigError(f"{target} is a file, and --format hf writes a folder")
+    if form in ("hf", "dcp") and not target.is_dir():
+        raise ConfigError(f"{target} is a file, and --format {form} writes a folder")
     if not force:
         raise ConfigError(f"{target} exists; --force replaces it")
-    is_model = (target / "config.json").is_file() and all(entry.is_file() for entry in entries)
+    is_model = any((target / name).is_file() for name in ("config.json", ".metadata")) and all(
+        entry.is_file() for entry in entries
+    )
     if target.is_dir() and not is_model:
         raise ConfigError(f"{target} holds more than a model: --force doesn't delete it; give another folder")
 
 
 def _write(saved: _SavedModel, config: Config, form: Form, target: Path, *, trust_remote_code: bool) -> None:
-    if form == "safetensors":
-        save_tensors(saved.tensors, target)
-    elif form == "torch":
-        tied = {other: saved.tensors[name] for other, name in saved.tied.items()}
-        content: dict[str, Any] = {**saved.tensors, **tied}
-        if saved.optimizer:
-            state = _training_state(config, saved.manifest, {**saved.tensors, **saved.optimizer})
-            content = {"model_state_dict": content, **state}
-        with whole_file(target) as new, new.open("wb") as file:
-            torch.save(content, file)
-    else:
-        model = _build_model(saved, config, trust_remote_code)
-        tokenizer = tokenizer_of(config.model, config.data.train)
-        save_for_transformers(model, model_tensors(model), tensors_of(model), target, tokenizer)
+    others = {other: saved.tensors[name] for other, name in saved.tied.items()}
+    state = ExportedState(config, saved.manifest, {**saved.tensors, **saved.optimizer}) if saved.optimizer else None
+    match form:
+        case "safetensors":
+            save_tensors(saved.tensors, target)
+        case "torch":
+            with whole_file(target) as new, new.open("wb") as file:
+                if state is None:
+                    torch.save({**saved.tensors, **others}, file)
+                else:
+                    state.save_torch({**saved.tensors, **others}, file)
+        case "hf":
+            model = _build_model(saved, config, trust_remote_code)
+            tokenizer = tokenizer_of(config.model, config.data.train)
+            also = None if state is None else partial(state.save_for_trainer, model=model)
+            save_for_transformers(model, model_tensors(model), tensors_of(model), target, tokenizer, also)
+        case "dcp":
+            assert state is not None
+            with whole_folder(target) as folder:
+                state.save_dcp({**saved.tensors, **others}, folder)
 
 
 def _disk_error(error: BaseException) -> str:

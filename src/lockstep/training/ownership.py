@@ -20,6 +20,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.storage import Owner, names_by_step
-from lockstep.config.trust import id_of_run
+from lockstep.config.trust import CONFIG, id_of_run
 from lockstep.config.writing import to_public
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
 from lockstep.core.terminal import command_line
@@ -42,7 +43,7 @@ from lockstep.plan.schedule import LENGTHS
 from lockstep.plan.schedule import is_finished as is_at_its_end
 from lockstep.stores.addresses import is_address
 from lockstep.stores.buckets import RETRY_SECONDS
-from lockstep.training.locations import checkpoint_folder, reachable, readable_manifest, storage_of
+from lockstep.training.locations import checkpoint_folder, reachable, readable_manifest, run_config, storage_of
 from lockstep.training.resuming import Resume, epoch_samples_in
 from lockstep.training.session import Session, components_of
 
@@ -138,6 +139,8 @@ def run_folder_for(config: Config, recipe: str, resume: Resume) -> Path | None:
     folder = Path(config.run.folder).absolute() if config.run.folder is not None else folder_of_launch(config, recipe)
     if resume.origin is not None and folder is not None:
         _refuse_taken_fork(config.checkpoint, folder)
+    if folder is not None and resume == Resume(accept_changes=resume.accept_changes):
+        _refuse_empty_place(config.checkpoint, folder)
     if config.checkpoint.folder is None:
         return folder
     if is_address(config.checkpoint.folder):
@@ -212,6 +215,26 @@ def _refuse_taken_fork(checkpoint: Checkpoint, folder: Path) -> None:
     storage = storage_of(checkpoint, folder)
     if names_by_step(storage.names()):
         why = f"{storage.place} holds checkpoints already, and a fork begins with a new one; name another folder"
+        raise ConfigError(Problem("", "checkpoint.folder", why))
+
+
+def _refuse_empty_place(checkpoint: Checkpoint, folder: Path) -> None:
+    """Raise ConfigError if the run in a folder would start over, because its checkpoints are in another place."""
+    why = ""
+    if (folder / CONFIG).is_file():
+        with suppress(Failure, OSError):  # a config that can't be read, a place that is gone: the ranks report it
+            then = run_config(folder).checkpoint
+            if then.folder != checkpoint.folder and then.storage is None and checkpoint.storage is None:
+                before, now = storage_of(then, folder), storage_of(checkpoint, folder)
+                steps, owner = names_by_step(before.names()), before.owner()
+                is_own = owner is None or owner.run == id_of_run(folder)
+                if steps and is_own and not names_by_step(now.names()):
+                    why = (
+                        f"{now.place} has no checkpoints, and the run in {folder} has its own in {before.place}, the "
+                        f"newest of step {max(steps):,}; copy them there to resume, leave the key out, or start over: "
+                        "--fresh"
+                    )
+    if why:
         raise ConfigError(Problem("", "checkpoint.folder", why))
 
 

@@ -6,6 +6,7 @@ shared by all ranks? --> no other run saves there? --> newest checkpoint that ve
 from __future__ import annotations
 
 import json
+import math
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from lockstep.checkpoint.loading import LoadedCheckpoint, load_newest, move_newer_aside
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.storage import MANIFEST, names_by_step
+from lockstep.config.schema import Run
 from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, Failure, RunFailed
 from lockstep.core.failure_kinds import FailureKind
@@ -26,6 +28,7 @@ from lockstep.core.progress import Progress
 from lockstep.core.records import LeftOutSample
 from lockstep.distributed.rounds import poll
 from lockstep.monitor.jsonl import finite
+from lockstep.plan.schedule import LENGTHS, fraction_done, horizon
 from lockstep.training.ledger import Segment, segments_in
 from lockstep.training.session import components_of
 
@@ -199,6 +202,29 @@ def set_back(storage: Storage, axis: Axis, step: int, broken: Mapping[str, str])
     return [f"renamed to {path}" for path in paths]
 
 
+def _other_rate(session: Session, manifest: Manifest) -> list[str]:
+    """Return a note if the learning rate changes because the run is longer or shorter than it was to be."""
+    components, progress = components_of(session), session.progress
+    config, facts = components.config, components.source.facts
+    now = config.run.model_dump(mode="json")
+    then = {**now, **{length: manifest.config.get("run", {}).get(length) for length in LENGTHS}}
+    if then == now:
+        return []
+
+    def rate(run: Run) -> float:
+        steps = horizon(run, config.batch.global_size, facts, config.data.drop_last)
+        return components.rate(fraction_done(run, progress, components.plan.epoch_samples), progress.steps, steps)
+
+    before, after = rate(type(config.run).model_validate(then)), rate(config.run)
+    if math.isclose(before, after, rel_tol=1e-3):
+        return []
+    lengths = [f"run.{key}: {run[key]}" for run in (then, now) for key in LENGTHS if run[key] is not None]
+    return [
+        f"the learning rate changes from {before:.4g} to {after:.4g}: its schedule was for {lengths[0]}, and is now "
+        f"for {lengths[1]}; to stay at {before:.4g}: schedule.kind: constant, optim.lr: {before:.4g}"
+    ]
+
+
 def restore(
     session: Session, origin: ReadableStorage, resume: Resume, data: Mapping[str, Any]
 ) -> tuple[LoadedCheckpoint, list[str]] | None:
@@ -247,6 +273,7 @@ def restore(
             f"resumes from step {step:,} ({loaded.manifest.samples:,} samples)",
             *(f"{name} could not be used: {why}" for name, why in loaded.broken.items()),
             *(f"resumes although this changed: {line}" for line in differences),
+            *_other_rate(session, loaded.manifest),
         ]
         return loaded, notes
     return None

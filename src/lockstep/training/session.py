@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, cast
 
 from lockstep.core.deferred_signals import DEFERRAL
 from lockstep.core.errors import Paused, PeerFailed, ReplicasDiffer, RunFailed, Stopped, UnusableSamples
+from lockstep.core.formatting import listed
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase
 from lockstep.core.progress import Progress, running
 from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
 from lockstep.distributed import generators
 from lockstep.distributed.consensus import FIRST_REQUEST, FIRST_TALLY, gradients_agree, requests_in
+from lockstep.distributed.user_collectives import print_once
 from lockstep.monitor import metric_log
 from lockstep.optim.norms import clip_divisor
 from lockstep.plan.refusals import before_unused
@@ -65,6 +67,16 @@ def refuse_unused(components: Components) -> None:
     if unused := components.sharding.step.parameters_without_gradient():
         plan = components.plan
         raise unused_parameters(unused, remedy=before_unused(plan.strategy, plan.mesh))
+
+
+def note_changed_buffers(before: BufferSnapshot | None, micro_batches: int) -> None:
+    """Print which buffers each of an update's forwards changes; of torch's norms, `plan` does."""
+    changed = before.changed() if before is not None and micro_batches > 1 else []
+    if changed:
+        print_once(
+            f"lockstep: the forward changes {listed(changed, _NAMED)} in each of {micro_batches} micro-batches: "
+            "the run depends on batch.micro_size and the number of ranks (lockstep.step() counts updates)"
+        )
 
 
 def reported_counts(batch: GlobalBatch, position: MeshPosition) -> tuple[float, int]:
@@ -304,6 +316,7 @@ class Session:
             raise self._parameters.thawed()
         if batch.step == 0:
             refuse_unused(components)
+            note_changed_buffers(self.failure_state.buffers, len(batch.micro_batches))
 
     def _commit(self) -> PendingReport:
         components, upcoming = self._components, self._upcoming

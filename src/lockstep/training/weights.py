@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -94,7 +94,12 @@ def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 def save_for_transformers(
-    model: Any, expected: ModelTensors, tensors: Mapping[str, Tensor], target: Path, tokenizer: str | None
+    model: Any,
+    expected: ModelTensors,
+    tensors: Mapping[str, Tensor],
+    target: Path,
+    tokenizer: str | None,
+    also: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a folder for `from_pretrained`. Raises RunFailed if transformers hasn't written all of the model.
 
@@ -102,12 +107,15 @@ def save_for_transformers(
         expected: The tensors of the whole model.
         tensors: Parameters and saved buffers by name, whole, tied ones once.
         tokenizer: Folder or hub name of the model's tokenizer.
+        also: Writes further files.
     """
     from lockstep.models.transformers_models import own_classes, quiet
 
     with whole_folder(target) as partial, quiet(), own_classes(model):
         model.save_pretrained(partial, state_dict=expected.with_tied_names(tensors))
         complete_for_transformers(model, expected, partial, target, tokenizer)
+        if also is not None:
+            also(partial)
         checksums.record_folder(partial, {})
 
 
@@ -168,8 +176,10 @@ def whole_file(target: Path) -> Iterator[Path]:
     partial = temporary(target, "new")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+        mode = partial.stat().st_mode
         yield partial
-        partial.chmod(target.parent.stat().st_mode & 0o666)  # safetensors makes it readable by its owner alone
+        partial.chmod(mode)  # safetensors makes it readable by its owner alone
         flush(partial)
         partial.replace(target)
         flush(target.parent)
