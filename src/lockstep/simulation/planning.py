@@ -223,7 +223,7 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "full+offload": {"activation_checkpointing": {"mode": "full"}, "activation_offload": "cpu"},
     "full+loss-chunk": {"activation_checkpointing": {"mode": "full"}, "loss_chunk": 256},
 }
-"""What `memory` has in each mode."""
+"""The section `memory` of each mode."""
 MODES_HEAD = "| mode | peak of a rank | of none's | ms an update | of none's |\n| --- | ---: | ---: | ---: | ---: |"
 
 
