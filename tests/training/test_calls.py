@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ import lockstep
 MOST_FROM_TENSORS = 138
 MOST_FROM_ITEMS = 192
 MOST_UNDER_DDP = 190
+MOST_IN_A_RUN = 168  # a user's monitor, which counts, has five of them
+MOST_IN_A_RUN_UNDER_DDP = 230
+MOST_OF_ALL_GUARDS = 1.25  # times that
 FIRST, STEPS = 35, 62  # updates before 33, and some powers of two, do more
 
 
@@ -69,3 +73,62 @@ def test_an_update_from_items() -> None:
 def test_an_update_under_ddp() -> None:
     tensors = TensorDataset(torch.randn(4096, 8), torch.randint(0, 3, (4096,)))
     assert max(in_world(2, calls, tensors, "ddp")) <= MOST_UNDER_DDP
+
+
+# --- a whole run: monitors, saves, snapshots and guards as by default, or all of them ---------------------------------
+
+
+class Counting(lockstep.extend.Monitor):
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self._counted = 0
+
+    def see(self, report: Any) -> tuple[()]:
+        sys.setprofile(None)
+        self.numbers.append(self._counted)
+        self._counted = 0
+        sys.setprofile(self._count)
+        return ()
+
+    def _count(self, frame: object, event: str, argument: object) -> None:
+        self._counted += event == "call"
+
+
+ALL_GUARDS = {
+    "recovery": {"bad_numbers": {"spike": "skip"}, "compare_every": 100},
+    "data": {"bad_samples": {"policy": "skip"}},
+    "monitor": {"every": 1, "meter_seconds": 0.1},
+    "checkpoint": {"every": "20 steps"},
+}
+
+
+def calls_in_a_run(strategy: str, guards: dict[str, Any], folder: Path) -> int:
+    """Return the median over updates; 0 on other ranks than the first, which have no monitors."""
+    tensors, monitor = TensorDataset(torch.randn(4096, 8), torch.randint(0, 3, (4096,))), Counting()
+    config = {
+        "batch": {"global_size": 16},
+        "optim": {"lr": 0.01},
+        "run": {"steps": STEPS, "folder": str(folder)},
+        "precision": {"compute": "fp32"},
+        "objective": {"kind": "classification"},
+        "parallel": {"strategy": strategy},
+        "launch": {"device": "cpu"},
+        **guards,
+    }
+    lockstep.train(config, model=ByName(8, 3), train_dataset=tensors, monitors=[monitor])
+    sys.setprofile(None)
+    numbers = sorted(monitor.numbers[FIRST:])
+    return numbers[len(numbers) // 2] if numbers else 0
+
+
+def test_an_update_of_a_run(tmp_path: Path) -> None:
+    default, all_on = (
+        in_process(calls_in_a_run, "single", guards, tmp_path / name)
+        for name, guards in {"default": {}, "all": ALL_GUARDS}.items()
+    )
+    assert default <= MOST_IN_A_RUN
+    assert all_on <= MOST_OF_ALL_GUARDS * default
+
+
+def test_an_update_of_a_run_under_ddp(tmp_path: Path) -> None:
+    assert max(in_world(2, calls_in_a_run, "ddp", {}, tmp_path / "run")) <= MOST_IN_A_RUN_UNDER_DDP

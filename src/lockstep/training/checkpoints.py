@@ -208,15 +208,17 @@ class Checkpoints(Saves):
 
     def requests(self) -> tuple[Request, ...]:
         """Return this rank's requests for the next vote: a save by the clock, or again after the disk was full."""
-        saves_again, self._saves_again = self._saves_again, False
         requests = (*self._trigger.requests(), *self.snapshots.requests())
+        saves_again, self._saves_again = self._saves_again, False
         return (*requests, Request.SAVE) if saves_again else requests
 
     def outcomes(self) -> list[SaveReport]:
         """Return the saves that have ended since the last call, on the first rank."""
-        ended = self._saver.outcomes()
-        self._saves_again |= any(report.made_room for report in ended)
-        return ended
+        saver = self._begun_saver
+        if saver is not None and (ended := saver.outcomes()):
+            self._saves_again |= any(report.made_room for report in ended)
+            return ended
+        return []
 
     def is_due(self, before: Progress, requests: Collection[Request] = ()) -> bool:
         """Return whether a save follows the update between `before` and the session's progress; see `Trigger`."""
@@ -224,8 +226,10 @@ class Checkpoints(Saves):
 
     def is_snapshot_due(self, requests: Collection[Request] = ()) -> bool:
         """Return whether a snapshot follows the last update; while ranks write the best state, only its own."""
+        if not self.snapshots.are_taken:
+            return False
         if self._saver.in_progress == (self.evaluations.best_at, False):
-            return self.snapshots.are_taken and self.evaluations.is_best
+            return self.evaluations.is_best
         return self.snapshots.is_due(requests)
 
     def save_evaluated(self, report_saves: Callable[[list[SaveReport]], None]) -> None:

@@ -158,9 +158,9 @@ class MemorySnapshots:
         return self._saver is not None
 
     def is_due(self, requests: Collection[Request] = ()) -> bool:
-        """Return whether a snapshot follows the last update, the same on all ranks."""
+        """Return whether one follows the last update, the same on all ranks, if they are taken."""
         steps, every = self._session.progress.steps, self._every
-        return self.are_taken and (steps % every == 0 if isinstance(every, int) else Request.SNAPSHOT in requests)
+        return steps % every == 0 if isinstance(every, int) else Request.SNAPSHOT in requests
 
     def take(self) -> None:
         """Start a snapshot of the session as it is; all ranks together."""

@@ -55,7 +55,7 @@ class UserLogs:
 
     def updated(self, step: int) -> tuple[Request, ...]:
         """Return this rank's request to collect, after update `step`, whose report may still be on its way."""
-        if self._log.empty and all(log.empty for log in self._taken.values()):
+        if self._log.empty and (not self._taken or all(log.empty for log in self._taken.values())):
             return ()
         if step % self._every == 0:
             self._taken[step] = self._log.take()

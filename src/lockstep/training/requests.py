@@ -57,6 +57,8 @@ class Trigger:
 
     def requests(self) -> tuple[Request, ...]:
         """Return this rank's request for the next vote, if its minutes are over; called once an update."""
+        if self._seconds == math.inf:
+            return ()
         is_due = time.monotonic() - self._began >= self._seconds
         return (self._request,) if self._open.is_made(due=is_due) else ()
 

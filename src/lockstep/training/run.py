@@ -152,11 +152,18 @@ class _Loop:
             self._evaluate()
         checkpoints.save_evaluated(self.report_saves)
         for before in updates_of(session, self.is_followed) if early_stopping.reason is None else ():
-            requests = self.see_reports(before)
-            own = (self.signals, evaluations, checkpoints, self.profiler)
-            session.request(request for requester in own for request in requester.requests())
-            self.report_saves(checkpoints.outcomes())
-            self.replicas.follow()
+            own = [*self.user_logs.updated(before.steps + 1)]
+            requests = self._show(session.reports)
+            own += self.signals.requests()
+            own += evaluations.requests()
+            own += checkpoints.requests()
+            own += self.profiler.requests()
+            if own:
+                session.request(own)
+            if ended := checkpoints.outcomes():
+                self.report_saves(ended)
+            if self.replicas.every is not None:
+                self.replicas.follow()
             if self.follow(before, requests):
                 return True
             self.profiler.updated(session.progress.steps)
@@ -171,21 +178,18 @@ class _Loop:
         is_scheduled = self.checkpoints.evaluations.due or self.checkpoints.is_due(before)
         return self.session.finished or is_scheduled or self.checkpoints.is_snapshot_due()
 
-    def see_reports(self, before: Progress) -> set[Request]:
-        """Show what has arrived since the update that began at `before`; return the requests of all ranks in it."""
-        session = self.session
-        session.request(self.user_logs.updated(before.steps + 1))
-        return self._show(session.reports)
-
     def _show(self, reports: Iterable[StepReport]) -> set[Request]:
+        """Show what has arrived; return the requests of all ranks in it."""
         requests: set[Request] = set()
         for report in reports:
             self.last = report
-            self.checkpoints.evaluations.receive(report)
-            self.session.request(self.monitor.see(report))
+            if report.requests:
+                self.checkpoints.evaluations.receive(report)
+                self.profiler.see(report)
+                requests |= report.requests
+            if asked := self.monitor.see(report):
+                self.session.request(asked)
             self.user_logs.see(report)
-            self.profiler.see(report)
-            requests |= report.requests
         return requests
 
     def follow(self, before: Progress, requests: set[Request]) -> bool:
