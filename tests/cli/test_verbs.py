@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -251,3 +252,20 @@ def test_a_plan_needs_no_data_if_the_config_has_the_sizes(
 def test_facts_from_the_config_only(change: dict[str, Any], facts: tuple[int, int] | None) -> None:
     result = facts_of_config(validate({**FROM_THE_HUB, **change}).config)
     assert (None if result is None else (result.samples, result.tokens_per_sample)) == facts
+
+
+@pytest.mark.parametrize("words", [("recipes",), ("config", "schema")])
+def test_an_output_that_is_full_is_one_sentence(words: tuple[str, ...], tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "lockstep", *words], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "No space left on device" in done.stderr
+
+
+def test_bytes_of_a_command_line_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    done = run_lockstep("plan", "digits", "--run.folder=a\udcff", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("lockstep: --run.folder: ")

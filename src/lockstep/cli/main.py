@@ -15,6 +15,7 @@ from typing import NoReturn, TextIO
 
 from lockstep.core.errors import ConfigError, Failure, Stopped, message_of
 from lockstep.core.json_output import json_only
+from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.stopping import stop_at_once
 from lockstep.core.terminal import echo
 from lockstep.launch.outcome import report_to_torchrun
@@ -74,9 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard(sys.stdout)
         return 1
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None:  # such as a full disk behind stdout
+            _discard(sys.stdout)
+        _print_error(f"can't use {error.filename or 'the output or the system'}: {error.strerror or error}")
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory_cause(error):
             raise
-        _print_error(f"can't use {error.filename}: {error.strerror or error}")
+        _print_error(f"out of memory: {message_of(error)}")
         return 1
 
 

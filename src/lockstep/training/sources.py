@@ -60,6 +60,9 @@ def users_model(config: Config, given: UserObjects) -> nn.Module | None:
             model = model()
     if not isinstance(model, nn.Module):
         raise not_given("model", "a torch.nn.Module, or a function that makes one", given.model)
+    settings: Any = getattr(model, "config", None)
+    if getattr(settings, "use_cache", False):  # of transformers: a forward of training would copy all keys and values
+        settings.use_cache = False
     freeze(model, config.model.freeze)
     return in_training(model)
 
