@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli.arguments import Parser, add_json, path, run_path
-from lockstep.core.errors import ConfigError
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.json_output import emit
 from lockstep.core.near_runs import did_you_mean_run
 from lockstep.core.terminal import echo
@@ -44,8 +44,14 @@ def run(arguments: Sequence[str]) -> int:
     for run in comparison.runs:
         for note in (*run.data.flaws, *run.ranks.flaws):
             echo(f"note: {note}")
-    written = write_comparison(comparison, args.output)
-    echo(f"\n{written}")
+    page = None
+    try:
+        page = str(write_comparison(comparison, args.output))
+        echo(f"\n{page}")
+    except RunFailed as error:  # the page of a folder that can't be written is left out, unless it was asked for
+        if args.output is not None:
+            raise
+        echo(f"note: there is no page: {error}; --output FILE writes it elsewhere", file=sys.stderr)
     if args.json:
-        emit({**as_json(comparison), "page": str(written)})
+        emit({**as_json(comparison), "page": page})
     return 0

@@ -71,7 +71,8 @@ def _launch(where: str, arguments: Sequence[str]) -> int:
         raise ConfigError(Problem("--sweep", "", message))
     with collected_notes() as notes:
         command = job_command(where, args.sweep, arguments, words, partial(_world_size, options))
-        if (nodes := getattr(options, "nodes", 1)) > 1 and not command.nodes:
+        nodes = getattr(options, "nodes", 1)
+        if isinstance(nodes, int) and nodes > 1 and not command.nodes:
             why = f"{nodes}, but `lockstep {command.words[0]}` runs on one node; leave it out"
             raise ConfigError(Problem("--nodes", "", why))
         plan = launcher.plan(command, options)

@@ -25,7 +25,7 @@ def submit_job(where: str, launcher: Launcher, command: JobCommand, plan: Launch
     """Submit the job and remember it, unless one of the same run has not ended. Raises Failure."""
     folder = command.folder
     _refuse_second(where, launcher, folder)
-    is_new = not folder.parent.exists()
+    is_new, earlier = not folder.parent.exists(), read_record(folder / _RECORD)
     if plan.number:  # so that it can be canceled if this process is killed
         _remember(where, command, plan.number)
     try:
@@ -33,8 +33,10 @@ def submit_job(where: str, launcher: Launcher, command: JobCommand, plan: Launch
     except Failure:
         if is_new:
             shutil.rmtree(folder.parent, ignore_errors=True)
+        elif earlier:
+            write_files({folder / _RECORD: json.dumps(earlier, indent=2) + "\n"})
         else:
-            (folder / _RECORD).unlink(missing_ok=True)  # a job of before has ended
+            (folder / _RECORD).unlink(missing_ok=True)
         raise
     _remember(where, command, number)
     return LaunchedJob(number, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ def run(arguments: Sequence[str]) -> int:
     for folder in args.folder:
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {folder}{did_you_mean_run(folder)}")
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise ConfigError(f"folder {folder} can't be read: permission denied")
 
     from lockstep.looking.listing import RUNS, describe, list_runs
 

@@ -284,7 +284,7 @@ def differences_of_hosts(records: Sequence[LaunchEnds]) -> list[str]:
 
 
 def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    if before.get("python") != after.get("python"):
+    if before.get("python") != after.get("python") and "python" in before and "python" in after:
         yield f"python {before.get('python')} -> {after.get('python')}"
     for section, sign in (("packages", " "), ("variables", "=")):
         old, new = (_mapping(environment.get(section)) for environment in (before, after))

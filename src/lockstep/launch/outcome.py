@@ -27,7 +27,7 @@ from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.stopping import stop_code
 from lockstep.core.terminal import echo
 
-_EXCEPTION = re.compile(r"^(?: *\| )?([A-Za-z_][\w.]*(?:: .*)?)$", re.MULTILINE)
+_EXCEPTION = re.compile(r"^(?: *\| )?([A-Za-z_][\w.<>]*(?:: .*)?)$", re.MULTILINE)
 """The line of a traceback that has the exception; in a group, behind a bar."""
 _LONGEST = 500  # characters
 

@@ -26,10 +26,11 @@ from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.heartbeat import READY, STAGE, Files, Heartbeat, Stage, shared_heartbeat
 from lockstep.core.processes import machine
 from lockstep.core.ranks import names_a_rank, started_by_lockstep
-from lockstep.launch.ends import End
+from lockstep.launch.ends import End, while_reading
 from lockstep.launch.hang_watch import HangWatch
 from lockstep.launch.outcome import print_on_stderr
 from lockstep.launch.rank_stacks import answer_requests
+from lockstep.launch.supervision import advice_on_samples
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -109,7 +110,8 @@ class OutsideRank:
     def update(self) -> None:
         """Note whether the process has ended, or has left the others."""
         if self._handle is None or select.select([self._handle], [], [], 0)[0]:
-            self.ended = self.reported or End(FailureKind.KILLED, "was killed, or has exited", time.monotonic())
+            end = End(FailureKind.KILLED, "was killed, or has exited", time.monotonic())
+            self.ended = self.reported or while_reading(end, self._beat.reading())
         elif self._beat.numbers[STAGE] == Stage.LEFT:
             self.ended = End(FailureKind.DONE, "", time.monotonic())
 
@@ -125,8 +127,12 @@ def _watch(watch: HangWatch, ranks: Sequence[OutsideRank]) -> None:
     while living := [rank for rank in ranks if rank.ended is None]:
         watch.look(ranks)
         time.sleep(_TICK_S)
+        is_first = len(living) == len(ranks)  # how the others end is up to their launcher
         for rank in living:
             rank.update()
+            if is_first and rank.ended is not None and (advice := advice_on_samples(rank.ended)):
+                number = watch.first + ranks.index(rank)
+                print_on_stderr(f"lockstep: rank {number} has ended while it read a sample: {advice}")
 
 
 def main(task: str) -> None:

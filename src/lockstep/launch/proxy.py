@@ -85,7 +85,8 @@ class Rendezvous:
         for *_, address in await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM):
             try:
                 async with asyncio.timeout(_CONNECT_S):
-                    return await asyncio.open_connection(*address[:2])
+                    scope = f"%{address[3]}" if address[3:] and address[3] else ""  # of a link-local IPv6 address
+                    return await asyncio.open_connection(f"{address[0]}{scope}", address[1])
             except OSError as error:
                 failed = error
         raise failed

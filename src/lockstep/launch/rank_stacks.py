@@ -169,7 +169,12 @@ def write_stacks(processes: Mapping[int, Heartbeat]) -> dict[int, str]:
 
 def _signal_main_thread(process: int) -> None:
     """Request its stack. A signal for the process may be taken by another thread while one is pending on this one."""
-    ctypes.CDLL(None).tgkill(process, process, STACKS_SIGNAL)
+    signal_thread = getattr(ctypes.CDLL(None), "tgkill", None)  # since glibc 2.30
+    if signal_thread is not None:
+        signal_thread(process, process, STACKS_SIGNAL)
+        return
+    with suppress(ProcessLookupError):
+        os.kill(process, STACKS_SIGNAL)
 
 
 def raising_line(text: str) -> Frame | None:

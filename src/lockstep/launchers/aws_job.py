@@ -215,6 +215,7 @@ class JobObjects:
 
     def fetch(self, folder: Path, nodes: int) -> int:
         """Write the results into a folder, and the instances' logs; return the number of results. Raises RunFailed."""
+        folder = Path(os.path.abspath(folder))
         logs = {f"logs/{node}": folder / "launch" / f"node-{node}.log" for node in range(nodes)}
         results = {name: folder / name.removeprefix("results/") for name in self._names("results/")}
         for name, path in {**results, **logs}.items():

@@ -167,7 +167,8 @@ def _stragglers(record: Mapping[str, Any]) -> dict[int, str]:
     ratios = {}
     for item in _objects(record.get("stragglers")):
         rank, ratio = as_number(item.get("rank"), -1), as_number(item.get("ratio"))
-        ratios[int(rank)] = f"{ratio:.1f}x {item.get('phase', '')}"
+        if math.isfinite(ratio):
+            ratios[int(rank)] = f"{ratio:.1f}x {item.get('phase', '')}"
     return ratios
 
 

@@ -132,9 +132,27 @@ def _gpus() -> list[dict[str, Any]]:
 
 def _git(folder: Path) -> dict[str, Any] | None:
     """Return commit, branch, and how many tracked files differ; None outside of a repository or without git."""
+    settings = _git_lines(folder, "config", "--show-scope", "--includes", "--name-only", "--list") or []
+    if any(re.match(r"(local|worktree)\tfilter\.", name) for name in settings):  # comparing files would run a program
+        head, branch = (_git_lines(folder, "rev-parse", *words) for words in (("HEAD",), ("--abbrev-ref", "HEAD")))
+        return {"commit": head[0] if head else None, "branch": branch[0] if branch else None, "changed_files": None}
+    lines = _git_lines(folder, *_STATUS)
+    if lines is None:
+        return None
+    headers = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# "))
+    commit = headers.get("branch.oid")
+    return {
+        "commit": None if commit == "(initial)" else commit,
+        "branch": headers.get("branch.head"),
+        "changed_files": sum(not line.startswith("# ") for line in lines),
+    }
+
+
+def _git_lines(folder: Path, *words: str) -> list[str] | None:
+    """Return the output of a git command that runs no program which the repository names; None if it fails."""
     try:
         result = subprocess.run(
-            ["git", "-c", "core.fsmonitor=false", *_STATUS],  # a program that the repository may name
+            ["git", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", *words],
             cwd=folder,
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
             stdin=subprocess.DEVNULL,
@@ -145,11 +163,4 @@ def _git(folder: Path) -> dict[str, Any] | None:
         )
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
-    lines = result.stdout.splitlines()
-    headers = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# "))
-    commit = headers.get("branch.oid")
-    return {
-        "commit": None if commit == "(initial)" else commit,
-        "branch": headers.get("branch.head"),
-        "changed_files": sum(not line.startswith("# ") for line in lines),
-    }
+    return result.stdout.splitlines()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
+from lockstep.core.files import write_atomically
 from lockstep.monitor.jsonl import LineFile, as_number, parsed
 from lockstep.monitor.media import MEDIA, rewind_media
 
@@ -82,6 +83,7 @@ def _rewind_file(file: Path, archive: Path, step: int, repeated: bytes | None) -
         return
     archive.parent.mkdir(parents=True, exist_ok=True)
     archive.write_bytes(b"".join(reversed(removed)))
-    os.truncate(file, end)
-    with file.open("ab") as rewound:
-        rewound.writelines(reversed(kept))
+    if kept:  # a line that came late
+        write_atomically(file, file.read_bytes()[:end] + b"".join(reversed(kept)))
+    else:
+        os.truncate(file, end)

@@ -220,7 +220,10 @@ def _at_end(run: RunData, name: str) -> object:
 
 def as_text(value: object) -> str:
     """Return a string as it is, other values as JSON, cut if they are long; empty for None."""
-    text = "" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+    try:
+        text = "" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+    except (ValueError, TypeError, RecursionError):  # an absurd number, or nesting
+        return "…"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
