@@ -124,6 +124,6 @@ def flat_grid(name: str, shape: tuple[int, ...], rank_of: Mapping[Interval, int]
 
 
 def _whole(name: str, shape: tuple[int, ...], grid: Grid, is_filled: Callable[[], bool]) -> Grid:
-    if not grid.fits(shape, max(grid.ranks) + 1) or not is_filled():
+    if not grid.fits(shape, max(grid.ranks, default=0) + 1) or not is_filled():
         raise RunFailed(f"{name}: its parts don't make up the whole of {list(shape)}, with one part a rank at most")
     return grid

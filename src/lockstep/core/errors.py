@@ -77,7 +77,7 @@ class OutOfMemory(RunFailed):
     """Memory ran out, on a rank's device or on its machine.
 
     Attributes:
-        advice: The end of the message, which a simulated step replaces by a better one.
+        advice: The end of the message: what to change.
         too_large: Sizes of micro-batches, by their keys, of which smaller ones may fit.
     """
 

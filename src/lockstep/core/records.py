@@ -142,7 +142,8 @@ class Request(Enum):
     PROFILE = 5  # the first rank has announced a request for a trace
     LEFT_OUT = 6  # a rank leaves samples out: all ranks exchange which
     SNAPSHOT = 7  # it is time for a snapshot in memory
-    PAUSE = 8  # a signal: all ranks save, and stop
+    NO_SNAPSHOT = 8  # the best state is being saved: the run goes back to it if that save is lost
+    PAUSE = 9  # a signal: all ranks save, and stop
 
     __hash__ = object.__hash__  # sets of them are asked in each update, and Enum's own is Python code
 

@@ -9,6 +9,7 @@ nothing is left        --> a good sample without weight: all ranks have the same
 
 from __future__ import annotations
 
+import itertools
 import logging
 import signal
 import threading
@@ -40,6 +41,8 @@ BAD_NUMBERS = "bad numbers: "
 """The beginning of the reason of samples that are left out because of the numbers of their update."""
 _LOOKED_AT = 16
 _MOST_NAMED = 8
+_MOST_WARNINGS = 5  # of a process
+_warned = itertools.count()
 _TICKS = 4
 _NOTE = "while reading sample "
 _log = logging.getLogger("lockstep.data")
@@ -133,8 +136,9 @@ def _error_of(read: Callable[[Indices], object], indices: Indices) -> Exception 
 
 
 def _warn_of_passing_error(indices: Indices, error: Exception) -> None:
-    outcome = f"failed once and succeeded when it was tried again: {_describe(error)}"
-    _log.warning("reading %s %s", _named_of(error, indices), outcome)
+    if next(_warned) < _MOST_WARNINGS:
+        outcome = f"failed once and succeeded when it was tried again: {_describe(error)}"
+        _log.warning("reading %s %s", _named_of(error, indices), outcome)
 
 
 def _reraise_out_of_memory(error: Exception, indices: Indices) -> None:

@@ -5,6 +5,7 @@ Dropout is left out: random differences mean nothing.
 
 from __future__ import annotations
 
+import dis
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,7 +13,8 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -165,6 +167,40 @@ def first_line(error: Exception) -> str:
     """Return the error's class and the first line of its message."""
     message = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def raises_itself(error: BaseException) -> bool:
+    """Return whether code of a model raised the error by a statement, as opposed to an operation that failed in it."""
+    steps = [step for step in _steps(error.__traceback__) if step.tb_lasti >= 0]
+    if not steps:
+        return False
+    last = steps[-1]
+    at = last.tb_frame.f_code.co_code[last.tb_lasti]
+    return _package(last) not in ("torch", "lockstep") and dis.opname[at] == "RAISE_VARARGS"
+
+
+class Failed(NamedTuple):
+    """The class of an error, and the line of the model's code that it comes from."""
+
+    kind: type[BaseException]
+    file: str
+    line: int
+
+
+def failed(error: BaseException) -> Failed | None:
+    """Return where a model's code failed; None: it isn't on the way to the error."""
+    own = [step for step in _steps(error.__traceback__) if _package(step) not in ("torch", "lockstep")]
+    return Failed(type(error), own[-1].tb_frame.f_code.co_filename, own[-1].tb_lineno) if own else None
+
+
+def _package(step: TracebackType) -> str:
+    return str(step.tb_frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def _steps(step: TracebackType | None) -> Iterator[TracebackType]:
+    while step is not None:
+        yield step
+        step = step.tb_next
 
 
 def first_positions(batch: Batch, length: int, most: int) -> Batch:

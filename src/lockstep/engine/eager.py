@@ -21,7 +21,7 @@ from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase as ClockPhase
 from lockstep.core.phase_clock import PhaseClock
 from lockstep.core.protocols import NO_CONTEXT
-from lockstep.engine.input_names import inputs_misfit
+from lockstep.engine.input_names import dtypes_misfit, inputs_misfit
 from lockstep.engine.module_calls import not_gathered
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def call(module: nn.Module, inputs: Inputs, *, hooks: bool = True) -> object:
     try:
         return forward(*inputs) if isinstance(inputs, tuple) else forward(**inputs)
     except Exception as error:  # a model with **kwargs fails in its own way
-        misfit = inputs_misfit(module, inputs) or not_gathered(module, error)
+        misfit = inputs_misfit(module, inputs) or dtypes_misfit(module, inputs, error) or not_gathered(module, error)
         if misfit is None:
             raise
         raise misfit from error

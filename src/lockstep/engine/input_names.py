@@ -6,15 +6,17 @@ forward(ids)    data gives tokens, mask    ->    add to model.inputs: {tokens: i
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import Inputs
 
 _WRAPPED = ("module", "_orig_mod")
 """The attributes in which wrappers that pass their inputs on (DDP, torch.compile) hold the wrapped module."""
+_DTYPES_DIFFER = re.compile(r"dtype|scalar type|Input type|input type", re.ASCII)
 
 
 def inputs_misfit(module: nn.Module, inputs: Inputs) -> ConfigError | None:
@@ -41,6 +43,24 @@ def inputs_misfit(module: nn.Module, inputs: Inputs) -> ConfigError | None:
         return None
     differences = _differences(signature, inputs, [main])  # the data's inputs went into `**kwargs`
     return ConfigError(Problem("", "model.inputs", f"the forward of {name} takes {main}, and {differences}"))
+
+
+def dtypes_misfit(module: nn.Module, inputs: Inputs, error: Exception) -> ConfigError | None:
+    """Return the error if a forward has failed because inputs have another dtype than the weights; None otherwise."""
+    if _DTYPES_DIFFER.search(str(error)) is None:
+        return None
+    weights = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    named = enumerate(inputs, 1) if isinstance(inputs, tuple) else inputs.items()
+    given = {name: part.dtype for name, part in named if isinstance(part, Tensor) and part.dtype not in weights}
+    if not given or not weights:
+        return None
+    shown = ", ".join(f"{name}: {dtype}" for name, dtype in given.items())
+    kinds = " and ".join(sorted(map(str, weights)))
+    why = (
+        f"the forward fails on dtypes ({error}): the data gives {shown}, and the weights are {kinds}; convert the data "
+        "in the dataset, or the model, such as with .float()"
+    )
+    return ConfigError(Problem("", "model", why))
 
 
 def refuse_unknown_names(module: nn.Module, names: Mapping[str, str | None]) -> None:

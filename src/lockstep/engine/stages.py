@@ -22,10 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.core.errors import ConfigError, Failure, Problem
+from lockstep.core.out_of_memory import note_location
 from lockstep.core.records import Inputs
 from lockstep.distributed.forward_mode import ALL_SIDES, ForwardMode, Side
 from lockstep.engine.chain_check import ChainCheck, PassedThrough, first_argument, in_form, something_between
-from lockstep.engine.dry_run import entered_modules, first_line, unchanged
+from lockstep.engine.dry_run import entered_modules, failed, first_line, raises_itself, unchanged
 from lockstep.engine.eager import Context, call
 from lockstep.engine.partitioning import PartitionSpec, empty_block, first_blocks, refuse_no_chain
 from lockstep.engine.placeholders import (
@@ -114,6 +115,7 @@ class PartitionedModel:
         with muted():
             use = sides_of_use(model, blocks, inputs)
             outer = outer_modules(model, blocks, use.sides)
+        self._failed_whole = use.failed
         self._muted = muted
         self._mode = mode
         self._firsts = first_blocks(model, blocks, spec, outer)
@@ -282,6 +284,9 @@ class PartitionedModel:
             except Failure:
                 raise
             except Exception as error:
+                if raises_itself(error) or (self._failed_whole is not None and failed(error) == self._failed_whole):
+                    note_location(error, "forward", "in a check of the first forward, before the start")
+                    raise
                 where = inside[-1] if inside and inside[-1] else "the model"
                 raise no_chain(
                     f"the forward of {where} fails where blocks are on other ranks ({first_line(error)}): it needs "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.engine.chain_check import first_argument
-from lockstep.engine.dry_run import is_by_position, unchanged
+from lockstep.engine.dry_run import Failed, failed, is_by_position, unchanged
 from lockstep.engine.eager import call
 from lockstep.engine.placeholders import reads_metadata, shadowed
 
@@ -32,11 +32,13 @@ class Use(NamedTuple):
         sides: The side on which each parameter is used; empty if the forward failed.
         given: The first block's first argument.
         outputs: What each block returns, by its index; some are missing if the forward failed.
+        failed: Where it failed by itself; None: it didn't.
     """
 
     sides: dict[str, Side]
     given: Any
     outputs: dict[int, Any]
+    failed: Failed | None = None
 
 
 @torch.no_grad()
@@ -55,8 +57,8 @@ def sides_of_use(model: nn.Module, blocks: Sequence[str], inputs: Inputs) -> Use
         with torch.random.fork_rng([]), unchanged(model), shadowed(_stand_ins(model, tracker)):
             model.eval()
             call(model, _few_tokens(inputs))
-    except Exception:  # a later dry run fails as well, and names the module
-        return Use({}, tracker.given, tracker.outputs)
+    except Exception as error:
+        return Use({}, tracker.given, tracker.outputs, failed(error))
     finally:
         for module in modules:
             del module._call_impl

@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.process_settings import raise_open_file_limit
@@ -82,11 +83,12 @@ class Rendezvous:
     async def _connect(self) -> Streams:
         host, port = self._address
         failed = OSError(f"{host} has no address")
-        for *_, address in await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        found: Any = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for *_, (address, _, *rest) in found:
+            scope = f"%{rest[1]}" if rest and rest[1] else ""  # of a link-local IPv6 address
             try:
                 async with asyncio.timeout(_CONNECT_S):
-                    scope = f"%{address[3]}" if address[3:] and address[3] else ""  # of a link-local IPv6 address
-                    return await asyncio.open_connection(f"{address[0]}{scope}", address[1])
+                    return await asyncio.open_connection(f"{address}{scope}", port)
             except OSError as error:
                 failed = error
         raise failed

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,17 +130,18 @@ def is_expanded(tensor: Tensor) -> bool:
 class BufferSnapshot:
     """Saved buffers as they were before an update.
 
-    The largest are left out if copying all in every update costs time.
+    The largest are left out if all are too many bytes to be copied in every update at no cost.
     """
 
     def __init__(self, model: nn.Module) -> None:
         owners = buffer_owners(model)
-        largest = max(_SMALL, sum(parameter.nbytes for parameter in model.parameters()) // 100)
-        self._owners = {
-            name: owner
-            for (name, owner), buffer in zip(owners.items(), current_buffers(owners), strict=True)
-            if buffer is None or buffer.nbytes <= largest
-        }
+        buffers = dict(zip(owners, current_buffers(owners), strict=True))
+        sizes = {name: 0 if buffer is None else buffer.nbytes for name, buffer in buffers.items()}
+        by_size = sorted(owners, key=sizes.__getitem__)
+        allowed = max(_SMALL, sum(parameter.nbytes for parameter in model.parameters()) // 100)
+        totals = zip(by_size, accumulate(sizes[name] for name in by_size), strict=True)
+        copied = {name for name, total in totals if total <= allowed}
+        self._owners = {name: owner for name, owner in owners.items() if name in copied}
         self._sources: list[Any] = []
         self._specs: list[_Spec | None] = []
         self._parts: list[Any] = []  # what this rank holds of the sources

@@ -49,6 +49,8 @@ def checkpoint_activations(
         )
     if mode not in get_args(Mode):
         raise ConfigError(f"checkpoint_activations: mode {mode!r} is none of {', '.join(get_args(Mode))}")
+    if not isinstance(every, int) or every < 1:
+        raise ConfigError(f"checkpoint_activations: every {every!r} is not a whole number above 0")
     options = ActivationCheckpointing(mode=mode, every=every)
     classes = [blocks] if isinstance(blocks, type) else blocks
     names: Sequence[str] = _of_classes(model, classes) if classes is not None else repeated_blocks(model)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint.loading import load_newest
 from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
@@ -92,6 +93,7 @@ class Checkpoints(Saves):
         self._trigger = Trigger(section.every, Request.SAVE, epoch_samples, self._axis.rank)
         self._begun_saver: Saver | None = None
         self._saved_at: int | None = None
+        self._newest: int | None = None
         self._failed_at: int | None = None  # the step of a save that all ranks know to have failed
         self.evaluations = Evaluations(session)
         self._saved_evaluation = self._evaluation()
@@ -157,7 +159,7 @@ class Checkpoints(Saves):
                     if self.snapshots.has(manifest.step):
                         notes[0] += ", which was in memory"
                     else:
-                        self._saved_at = manifest.step
+                        self._saved_at = self._newest = manifest.step
                     aside = manifest.step, loaded.broken
             elif resume.until is None and (resume.step is not None or resume.origin is not None):
                 raise RunFailed(f"there is no checkpoint in {origin.place}")
@@ -171,7 +173,7 @@ class Checkpoints(Saves):
             self._axis,
             components.world.device,
             metadata,
-            self._retention.on_published,
+            self._published,
             self._retention.make_room,
             lambda: self.history.flush() if self.history is not None else None,
         )
@@ -189,6 +191,10 @@ class Checkpoints(Saves):
         self.storage.set_owner(Owner(self.run, str(self.home) if self.home is not None else None, self._recipe))
 
     # --- in each vote ---------------------------------------------------------------------------------------------
+
+    def _published(self, manifest: Manifest) -> None:
+        self._newest = manifest.step
+        self._retention.on_published(manifest)
 
     def status(self) -> tuple[int, int]:
         return self._begun_saver.status if self._begun_saver is not None else (0, 0)
@@ -209,6 +215,8 @@ class Checkpoints(Saves):
     def requests(self) -> tuple[Request, ...]:
         """Return this rank's requests for the next vote: a save by the clock, or again after the disk was full."""
         requests = (*self._trigger.requests(), *self.snapshots.requests())
+        if self._axis.rank == 0 and self._unpublished_best() is not None:
+            requests = (*requests, Request.NO_SNAPSHOT)  # the run goes back to the best state if its save is lost
         saves_again, self._saves_again = self._saves_again, False
         return (*requests, Request.SAVE) if saves_again else requests
 
@@ -223,14 +231,6 @@ class Checkpoints(Saves):
     def is_due(self, before: Progress, requests: Collection[Request] = ()) -> bool:
         """Return whether a save follows the update between `before` and the session's progress; see `Trigger`."""
         return self._trigger.follows(before, self._session.progress, requests)
-
-    def is_snapshot_due(self, requests: Collection[Request] = ()) -> bool:
-        """Return whether a snapshot follows the last update; while ranks write the best state, only its own."""
-        if not self.snapshots.are_taken:
-            return False
-        if self._saver.in_progress == (self.evaluations.best_at, False):
-            return self.evaluations.is_best
-        return self.snapshots.is_due(requests)
 
     def save_evaluated(self, report_saves: Callable[[list[SaveReport]], None]) -> None:
         """Add the evaluation of the state from which the run has resumed to its checkpoint; save a best one."""
@@ -264,6 +264,8 @@ class Checkpoints(Saves):
             self._trigger.restart()
             if not self._section.asynchronous:
                 saver.finish()
+            elif self.evaluations.is_best:
+                self.snapshots.hold()
 
     def _add_evaluation(self) -> None:
         """Add the evaluation at this step to its checkpoint."""
@@ -277,6 +279,14 @@ class Checkpoints(Saves):
             self._saved_evaluation = evaluation
         elif self._axis.rank == 0:
             _log.warning("the checkpoint of step %d lacks the metrics of its evaluation: %s", step, failure)
+
+    def _unpublished_best(self) -> int | None:
+        """Return the step of the best state if its save is in progress. Only the first rank knows when it has ended."""
+        best, saver = self.evaluations.best_at, self._begun_saver
+        if best is None or saver is None or self._newest == best:
+            return None
+        save = saver.in_progress
+        return best if save is not None and save[0] == best else None
 
     def _evaluation(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what a checkpoint keeps of evaluations: in its state, and as metrics."""
@@ -303,10 +313,8 @@ class Checkpoints(Saves):
         """Save what a run that `error` ends has learned since its last save; return what to report."""
         if self._begun_saver is None or self._session.progress.steps == self._began_at:
             return None
-        save, best = self._saver.in_progress, self.evaluations.best_at
-        best = best if save is not None and save[0] == best else None
-        rescue = Rescue(self._session, self.storage, self._saver, self._metadata, best)
-        return rescue.save()
+        best, memory = self._unpublished_best(), self.snapshots.folder
+        return Rescue(self._session, self.storage, self._saver, self._metadata, best, memory).save(error)
 
     def close(self) -> None:
         self._saver.join()

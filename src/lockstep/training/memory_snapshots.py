@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 _SHARE = 0.005  # of the time that automatic snapshots may cost
 _SHORTEST_S = 0.2  # between automatic snapshots
 _LARGEST_SHARE = 0.5  # of the free memory
+_VOTE_COMES = 4  # updates until a vote against snapshots has come, also on an accelerator
 _log = logging.getLogger("lockstep")
 
 
@@ -89,6 +90,8 @@ class MemorySnapshots:
         self._has_space = self._has_warned = False
         self._began = time.perf_counter()
         self._open = OpenRequest()
+        self._held_at: int | None = None
+        self.folder: Path | None = None  # where one rank can save the whole state
 
     def resumable(self, storage: Storage) -> Storage | WithMemory:
         """Return the checkpoints and snapshots from which the run may resume."""
@@ -134,6 +137,7 @@ class MemorySnapshots:
             )
             storage.remove_stale_drafts()
         world.axis.barrier()
+        self.folder = None if on_hosts else self._memory
         if self._every is not None:
             self._saver = MemorySaver(storage, world.axis, world.device, run, self._ranks_here if on_hosts else None)
 
@@ -152,15 +156,24 @@ class MemorySnapshots:
         is_due = time.perf_counter() - self._began >= max(_SHORTEST_S, saver.seconds / _SHARE)
         return (Request.SNAPSHOT,) if self._open.is_made(due=is_due) else ()
 
-    @property
-    def are_taken(self) -> bool:
-        """True if memory has space for snapshots, and the config asks for them."""
-        return self._saver is not None
-
     def is_due(self, requests: Collection[Request] = ()) -> bool:
-        """Return whether one follows the last update, the same on all ranks, if they are taken."""
+        """Return whether a snapshot follows the last update, the same on all ranks."""
+        if self._saver is None:
+            return False
+        if Request.NO_SNAPSHOT in requests:
+            self._open.close()
+            return False
         steps, every = self._session.progress.steps, self._every
+        if self._held_at is not None and steps - self._held_at <= _VOTE_COMES:
+            return steps == self._held_at
         return steps % every == 0 if isinstance(every, int) else Request.SNAPSHOT in requests
+
+    def hold(self) -> None:
+        """Take a snapshot after this update, and none after the next ones, until all ranks have the first one's vote.
+
+        The state after this update is the best, and is being saved: a later one has to wait until that is done.
+        """
+        self._held_at = self._session.progress.steps
 
     def take(self) -> None:
         """Start a snapshot of the session as it is; all ranks together."""
@@ -240,11 +253,11 @@ def _completed(memory: LocalStorage, hosts: list[list[HostPart]], storage: Stora
         return []
     last = last_steps(read_attempts(run))
     whole = files_of_whole(hosts, storage.run, lambda attempt, step: step <= last.get(attempt, -1))
-    newest, steps = newest_step(storage), []
+    durable, steps = set(storage.names()), []
     for step in whole:
         name = checkpoint_name(step)
         with suppress(OSError, CorruptCheckpoint):
-            if step > newest:
+            if name not in durable:
                 memory.replace_manifest(name, with_files(manifest_bytes(memory, name), whole[step]))
                 steps.append(step)
     return steps

@@ -38,6 +38,8 @@ def least_micro_size(components: Components) -> int:
     """Return the smallest `batch.micro_size` with which no micro-batch has too few samples for the model."""
     least, plan = least_samples(components.sharding.state.model), components.plan
     batch, current = plan.batch, plan.batch.micro_size
+    if least == 1:
+        return 1
     updates = [batch.global_size]
     rest = plan.epoch_samples % batch.global_size
     ends_epoch = plan.steps is None or plan.steps > plan.epoch_samples // batch.global_size

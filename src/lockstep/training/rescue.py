@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from lockstep.checkpoint.memory_saving import MemorySaver
 from lockstep.checkpoint.saving import Saver, StepMetadata, failure_reason
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
-from lockstep.core.errors import Rescued, Stopped
+from lockstep.core.errors import Rescued, Stopped, blames_a_peer
 from lockstep.core.phase_clock import Phase
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.terminal import echo
@@ -23,12 +25,37 @@ from lockstep.distributed import generators
 from lockstep.distributed.collectives import LocalGroup
 from lockstep.distributed.rounds import poll
 from lockstep.strategies.registry import find_strategy
+from lockstep.training.memory_snapshots import snapshots_in
 from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
+    import torch
+
+    from lockstep.checkpoint.saving import RunMetadata
     from lockstep.checkpoint.storage import Storage
     from lockstep.core.records import SaveReport, TrainingState
     from lockstep.training.session import Session
+
+
+_OTHER_WRITES_S = 30.0  # for another rank to write the state that all have
+
+
+def save_whole(
+    memory: Path, state: TrainingState, metadata: StepMetadata, run: RunMetadata, device: torch.device
+) -> bool:
+    """Save a state without a collective; return whether it is in memory. Of several ranks that do, one writes."""
+    storage, name = snapshots_in(memory, run.run), checkpoint_name(metadata.step)
+    try:
+        Path(storage.place).mkdir(exist_ok=True)  # this may be the first snapshot
+        with storage.try_lock(f"whole-{name}") as is_first:
+            if is_first and name not in storage.names():
+                saver = MemorySaver(storage.with_separate_drafts(), LocalGroup(), device, run)
+                saver.start(state, metadata, time.perf_counter())
+                saver.finish()
+            seconds = 0.0 if is_first else _OTHER_WRITES_S
+            return poll(lambda: name in storage.names(), time.monotonic() + seconds)
+    except OSError:  # memory is full
+        return False
 
 
 @contextmanager
@@ -52,6 +79,7 @@ class Rescue:
     Attributes:
         metadata: Describes a state, for its manifest.
         best: step of the best state if its save is in progress, which a later state must not overtake.
+        memory: the launcher's folder for snapshots; None: there is none.
     """
 
     session: Session
@@ -59,15 +87,19 @@ class Rescue:
     saver: Saver
     metadata: Callable[[TrainingState], StepMetadata]
     best: int | None
+    memory: Path | None
 
-    def save(self) -> str:
+    def save(self, error: BaseException) -> str:
         """Save the state, and return what to report.
 
         Where all ranks know of the failure, they save together. Otherwise a rank that holds the whole state saves it
-        alone; where ranks hold parts, nothing is saved.
+        alone; where ranks hold parts, nothing is saved. A rank that has lost a peer saves in its launcher's memory,
+        from which the next round resumes: that is faster than the storage.
         """
         step, place = self.session.progress.steps, self.storage.place
         try:
+            if blames_a_peer(error) and self._save_in_memory():
+                return f"the state after step {step:,} is in the launcher's memory"
             with components_of(self.session).world.clock.phase(Phase.SAVE):  # the watch gives a save more time
                 failure = self._save()
         except Exception as another:
@@ -93,6 +125,23 @@ class Rescue:
         if inconsistency is not None:
             return inconsistency
         return self._save_together() if together else self._save_alone()
+
+    def _save_in_memory(self) -> bool:
+        """Return whether this rank has the whole state, and it is in memory now."""
+        if (
+            self.session.failure_state.fails_together
+            or not self._has_whole_state()
+            or self._inconsistency() is not None
+        ):
+            return False
+        if (
+            self.memory is None
+            or self.session.progress.steps in self._saved_steps()
+            or self._missing_best() is not None
+        ):
+            return False
+        state, device = self.session.state(synchronized=False), components_of(self.session).world.device
+        return save_whole(self.memory, state, self.metadata(state), self.saver.run_metadata, device)
 
     def _inconsistency(self) -> str | None:
         return self.session.failure_state.inconsistency(components_of(self.session).sharding.state.model)

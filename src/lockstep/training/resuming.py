@@ -50,18 +50,39 @@ _RUN_KEYS = (
 _CACHED = 60.0  # seconds for which a client of a network file system may remember that a name doesn't exist
 
 
+class _Discards(BaseModel):
+    discarded: int
+    in_a_row: int
+    idle: int
+    recent: list[tuple[int, float, float]] = []
+
+
+class _Sharding(BaseModel):
+    optimizer: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    own: dict[str, dict[str, Any]] = {}
+    recast: list[str] = []
+
+
+class _EarlyStopping(BaseModel, extra="forbid"):
+    metric: str
+    best: float | None = None
+    step: int = 0
+    waited: int = 0
+
+
 class _State(BaseModel):
-    """The state in a manifest: what `Session.state` and `Checkpoints.save` write. Components check their own parts."""
+    """The state in a manifest: what `Session.state` and `Checkpoints.save` write."""
 
     progress: Progress
     loss_scale: dict[str, float]
-    patience: dict[str, Any]
+    patience: _Discards
     seconds: float
     ledger: list[Segment]
-    sharding: dict[str, Any]
+    sharding: _Sharding
     data: dict[str, Any]
     best: float | None = None
-    early_stopping: dict[str, Any] | None = None
+    early_stopping: _EarlyStopping | None = None
     evaluation_due: bool = False
     left_out: list[LeftOutSample] = []
 
@@ -72,7 +93,7 @@ def check_state(manifest: Manifest) -> list[str]:
         state = _State.model_validate_json(json.dumps(manifest.state), strict=True)
         progress = Progress(**manifest.state["progress"])
         segments_in(manifest.state["ledger"])
-        recast = [f"model.{name}" for name in state.sharding.get("recast", ())]
+        recast = [f"model.{name}" for name in state.sharding.recast]
     except (ValidationError, TypeError) as error:  # TypeError: an unknown field
         raise _invalid(error) from None
     expected = Progress(manifest.step, manifest.samples, manifest.tokens)

@@ -176,7 +176,7 @@ class _Loop:
     def is_followed(self, before: Progress) -> bool:
         """Return whether something that needs the report is scheduled after the update that began at `before`."""
         is_scheduled = self.checkpoints.evaluations.due or self.checkpoints.is_due(before)
-        return self.session.finished or is_scheduled or self.checkpoints.is_snapshot_due()
+        return self.session.finished or is_scheduled or self.checkpoints.snapshots.is_due()
 
     def _show(self, reports: Iterable[StepReport]) -> set[Request]:
         """Show what has arrived; return the requests of all ranks in it."""
@@ -206,7 +206,7 @@ class _Loop:
         if stops or (saves and not session.finished):  # at the end, the last evaluation is saved with the state
             self.replicas.compare()
             checkpoints.save(self.report_saves)
-        if checkpoints.is_snapshot_due(requests) and not (stops or session.finished):
+        if checkpoints.snapshots.is_due(requests) and not (stops or session.finished):
             self.replicas.compare()
             checkpoints.snapshots.take()
         return stops

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, OutOfMemory, Problem
 from lockstep.core.modes import in_training
+from lockstep.core.out_of_memory import error_location, out_of_memory_cause
 from lockstep.core.protocols import EvaluatedObjective, Source
 from lockstep.core.records import DataFacts
 from lockstep.data.custom import ItemReading, adapt_dataset
@@ -201,8 +202,15 @@ def _open_evaluation(
     name: str, section: DataSource, given: UserObjects, task: str | None, tokenizer: str | None
 ) -> Source:
     key = f"data.evaluation.{name}"
-    with evaluation_named(name):
-        source = _open(section, given, given.eval_datasets.get(name), key, task, tokenizer)
+    try:
+        with evaluation_named(name):
+            source = _open(section, given, given.eval_datasets.get(name), key, task, tokenizer)
+    except Exception as error:  # no smaller micro-batch helps: it was read sample by sample
+        if out_of_memory_cause(error) is None:
+            raise
+        where = error_location(error) or "while it was opened"
+        why = f"{key}: out of memory {where}: {error}. Make its samples smaller, or leave them out of the set"
+        raise OutOfMemory(why) from error
     if source.facts.samples < 1:  # found before training
         raise ConfigError(Problem("", key, "the dataset is empty; mend it, or remove the set"))
     return source

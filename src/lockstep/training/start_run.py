@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -468,10 +468,12 @@ def _memory_kept(job: Job, run: Path, hosts: Hosts) -> Iterator[Path | None]:
         yield memory.path if memory is not None else None
     finally:
         if memory is not None:
-            with suppress(Failure):
+            try:
                 storage = storage_of(job.config.checkpoint, run, job.given.storage)
                 if not hosts.is_done and (text := left_on_host(storage, memory)):
                     print_on_stderr(text)
+            except (Failure, OSError):  # what this host has may still be needed
+                memory.leave()
             memory.remove()
 
 
