@@ -149,14 +149,17 @@ def _read(text: str, reader: _Reader) -> tuple[Node | None, list[Problem]]:
     return node, reader.problems
 
 
-def from_python(value: object, where: str = "") -> Node:
-    """Return Python's values as a tree."""
+def from_python(value: object, where: str = "", depth: int = 0) -> Node:
+    """Return Python's values as a tree. Raises RecursionError if they are nested too deep."""
+    if depth > MOST_DEPTH:
+        raise RecursionError(_TOO_DEEP)
     if isinstance(value, Mapping):
-        return Table({str(key): TableEntry(from_python(item, where), where) for key, item in value.items()}, where)
+        entries = {str(key): TableEntry(from_python(item, where, depth + 1), where) for key, item in value.items()}
+        return Table(entries, where)
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):  # OmegaConf's lists, too
-        return Items(tuple(from_python(item, where) for item in value), where)
+        return Items(tuple(from_python(item, where, depth + 1) for item in value), where)
     if callable(plain := getattr(type(value), "tolist", None)):  # NumPy's and torch's arrays and numbers
-        return from_python(plain(value), where)
+        return from_python(plain(value), where, depth + 1)
     return Leaf(value, None, where)
 
 
@@ -251,7 +254,7 @@ class _Reader:
             return Items(tuple(self.node(item, (*path, str(i))) for i, item in enumerate(node.value)), where)
         if isinstance(node, yaml.ScalarNode) and node.style is None and node.tag == _PLAIN:
             return Leaf(resolve(node.value), node.value, where)
-        return Leaf(node.value, None, where)
+        return Leaf(_join_surrogates(node.value), None, where)
 
     def _table(self, node: yaml.MappingNode, path: tuple[str, ...], where: str) -> Table:
         entries: dict[str, TableEntry] = {}
@@ -282,3 +285,10 @@ class _Reader:
 
     def _problem(self, where: str, path: tuple[str, ...], message: str) -> None:
         self.problems.append(Problem(where, ".".join(path), message))
+
+
+def _join_surrogates(text: str) -> str:
+    """Return text whose surrogate pairs, which YAML's reader takes from JSON's escapes, are single characters."""
+    if not any("\ud800" <= sign <= "\udfff" for sign in text):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

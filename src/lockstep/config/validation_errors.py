@@ -104,7 +104,7 @@ def _hint(key: str, node: Node, at: ValueShape) -> str | None:
     if not isinstance(node, Leaf):
         return None
     text = str(node.value if node.text is None else node.text)
-    if at.choices and (near := _DEVICES.get(text) if key == "launch.device" else closest_match(text, at.choices)):
+    if at.choices and (near := _DEVICES.get(text) or closest_match(text, at.choices)):
         return f"did you mean {near}?"
     bounds = at.real or at.whole
     if bounds and (number := nearest(node.value, bounds, whole=at.real is None)):

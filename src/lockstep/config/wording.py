@@ -41,15 +41,19 @@ def expectation(at: ValueShape) -> str:
 
 def _bounds(bounds: Range) -> str:
     if bounds.ge is not None and bounds.le is not None:
-        return f" from {bounds.ge:g} to {bounds.le:g}"
+        return f" from {_number(bounds.ge)} to {_number(bounds.le)}"
     words = (
-        ("above {:g}", bounds.gt),
-        ("of {:g} or more", bounds.ge),
-        ("below {:g}", bounds.lt),
-        ("up to {:g}", bounds.le),
+        ("above {}", bounds.gt),
+        ("of {} or more", bounds.ge),
+        ("below {}", bounds.lt),
+        ("up to {}", bounds.le),
     )
-    limits = [word.format(limit) for word, limit in words if limit is not None]
+    limits = [word.format(_number(limit)) for word, limit in words if limit is not None]
     return f" {' and '.join(limits)}" if limits else ""
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def nearest(value: object, bounds: Range, whole: bool) -> str | None:
@@ -64,7 +68,7 @@ def nearest(value: object, bounds: Range, whole: bool) -> str | None:
         return None
     number = round(value) if whole else value
     number = max(number, number if low is None else low)
-    return f"{min(number, number if high is None else high):g}"
+    return _number(min(number, number if high is None else high))
 
 
 def shown(node: Node) -> str:

@@ -98,6 +98,7 @@ class RankEnvironment:
 
     def _contradictions(self) -> list[Problem]:
         limits = {
+            "WORLD_SIZE": (self.world_size, 1, self.world_size),
             "RANK": (self.rank, 0, self.world_size - 1),
             "LOCAL_WORLD_SIZE": (self.local_world_size, 1, self.world_size),
             "LOCAL_RANK": (self.local_rank, 0, self.local_world_size - 1),

@@ -11,7 +11,7 @@ import base64
 import contextlib
 import itertools
 import json
-import math
+import logging
 import os
 import pickle
 import socket
@@ -31,6 +31,7 @@ _NOT_WOKEN_S = 10.0  # the same where nothing interrupts a collective: for ranks
 _PAUSE_PER_RANK_S, _LONGEST_PAUSE_S = 0.002, 0.2  # between two looks of a rank in a barrier: a thousand looks a second
 _FIRST_PAUSE_PER_RANK_S, _LONGEST_FIRST_PAUSE_S = 0.00005, 0.001  # the same at first
 _numbers = itertools.count()  # process-wide: the exchanges of all sessions share the store
+_log = logging.getLogger("lockstep")
 
 
 class StoreExchange:
@@ -87,7 +88,9 @@ class StoreExchange:
                 self._store.set(f"{name}/all", "")
             longest = min(size * _PAUSE_PER_RANK_S, _LONGEST_PAUSE_S)
             shortest = min(size * _FIRST_PAUSE_PER_RANK_S, _LONGEST_FIRST_PAUSE_S)
-            poll(is_over, math.inf, longest, shortest)
+            while not poll(is_over, time.monotonic() + self._timeout, longest, shortest):
+                number = self._store.add(name, 0)
+                _log.warning("rank %d waits on: %d of %d ranks have come", self._rank, number, size)
             if self._store.add(f"{name}/left", 1) < size and self._rank == 0:  # the store may end with it
                 until = time.monotonic() + self._meeting_timeout
                 poll(lambda: self._store.add(f"{name}/left", 0) == size, until, longest, shortest)

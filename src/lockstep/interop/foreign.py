@@ -26,6 +26,7 @@ NAMES: Mapping[ForeignKind, str] = {
     "trainer": "HF TrainingArguments",
     "accelerate": "Accelerate's config",
 }
+_MOST_KEYS = 1000
 
 
 def plain(word: str) -> str:
@@ -104,6 +105,9 @@ def read_foreign(path: Path, kind: ForeignKind | None) -> ForeignFile:
     if not tree.entries:
         raise ConfigError(Problem(str(path), "", "is empty"))
     keys = tuple(ForeignKey(way, as_yaml_1_1(node), node.where) for way, node in leaves(tree))
+    if len(keys) > _MOST_KEYS:
+        why = f"has {len(keys):,} keys, but a config of another tool has at most {_MOST_KEYS:,}; leave out data"
+        raise ConfigError(Problem(str(path), "", why))
     return ForeignFile(path, kind or _kind(tree), keys)
 
 

@@ -396,6 +396,29 @@ def _is_on_the_hub(key: ForeignKey | None) -> bool:
     return key is not None and isinstance(key.value, str) and not key.value.lower().startswith(_NOT_TRANSFORMERS)
 
 
+def _share(row: KeyRow, part: object, whole: object, of: str, question: str) -> Answer:
+    """Return a share of a whole, or the question for it if either isn't a number."""
+    if not isinstance(part, int | float) or not isinstance(whole, int | float) or whole <= 0:
+        return asked(row.target, question)
+    return derived(f"{part} of {whole} {of}", {row.target: float(f"{part / whole:.6g}")})
+
+
+def warmup_epochs(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    question = "write schedule.warmup_steps, or schedule.warmup_ratio: a share of the run"
+    return NOTHING if key.value == 0 else _share(row, key.value, epochs_of(file), "epochs", question)
+
+
+def decay_steps(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    question = "write schedule.decay_ratio: the share of the run that decays"
+    return _share(row, key.value, steps_of(file), "steps", question)
+
+
+def model_type(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    if named_model(file) is not None:
+        return not_needed("the named model determines it")
+    return Answer("taken", {"model.kind": "huggingface", row.target: key.value})
+
+
 def attention(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     if named_model(file) is None and file.find("model_type") is None:
         return to_do(f"write {row.target}: {key.value} with a model of kind huggingface")
@@ -457,7 +480,8 @@ def data_key(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
 
 
 GENERAL_RULES: Mapping[str, Rule] = {
-    "rename": rename, "choice": choice, "attention": attention,
+    "rename": rename, "choice": choice, "attention": attention, "model type": model_type,
+    "warmup epochs": warmup_epochs, "decay steps": decay_steps,
     "not needed": lambda row, key, file: not_needed(row.note),
     "not there": lambda row, key, file: requests_nothing(row, key, file) or not_there(row.note),
     "to do": lambda row, key, file: requests_nothing(row, key, file) or to_do(row.note_for(key.value)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,8 @@ def _differences(session: Session, named: PeerOptimizer, progress: Progress) -> 
     optim, plan, model = components.config.optim, components.plan, components.sharding.state.model
     done = fraction_done(components.config.run, progress, plan.epoch_samples)
     rate = components.rate(done, progress.steps, plan.steps)
-    configured: dict[str, set[str]] = {}
+    saved = {name: values for group, values in zip(named.groups, named.settings, strict=False) for name in group}
+    differing: dict[tuple[str, str, str], list[str]] = {}
     for group in parameter_groups(model.named_parameters(), optim):
         own: dict[str, Any] = {"lr": rate * group["lr_scale"], "weight_decay": group["weight_decay"], "maximize": False}
         if optim.name == "sgd":
@@ -166,13 +168,14 @@ def _differences(session: Session, named: PeerOptimizer, progress: Progress) -> 
         else:
             own |= {"betas": optim.betas, "eps": optim.eps}
             own |= {"decoupled_weight_decay": optim.name == "adamw"} if group["weight_decay"] else {}
-        for key, value in own.items():
-            configured.setdefault(key, set()).add(_shown(value))
-    for key, values in configured.items():
-        saved = {_shown(group[key]) for group in named.settings if key in group}
-        if saved and saved != values:
-            there, here = (" and ".join(sorted(of)) for of in (saved, values))
-            yield f"{key} is {there} in the checkpoint, {here} in the config; {_REMEDIES.get(key, f'set optim.{key}')}"
+        for name, (key, value) in product(group["names"], own.items()):
+            other = _shown(saved.get(name, {}).get(key, value))
+            if other != _shown(value):
+                differing.setdefault((key, other, _shown(value)), []).append(name)
+    for (key, other, value), names in differing.items():
+        who = f"for {counted(len(names), 'parameter')} ({listed(names, 4)})"
+        remedy = _REMEDIES.get(key, f"set optim.{key}: {other}")
+        yield f"{key} is {other} in the checkpoint, {value} in the config, {who}; {remedy}"
 
 
 def _shown(value: Any) -> str:

@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -170,6 +171,11 @@ def _by_group(
 ) -> dict[str, Tensor]:
     groups: Sequence[Mapping[str, Sequence[int]]] = model["param_shapes"]
     tensors: dict[str, Tensor] = {}
+    for file, contents in shards.items():
+        for mapping in contents.get("param_slice_mappings", [None]):
+            places = sorted(address.place for address in mapping.values()) if mapping is not None else None
+            if places is None or any(start + count > after for (start, count), (after, _) in pairwise(places)):
+                raise ConfigError(f"{file} doesn't say where each of its parameters is (param_slice_mappings)")
     for file, of_rank in zip(shards, values, strict=True):
         if len(of_rank) != len(groups):
             raise ConfigError(f"{file} has {len(of_rank)} groups of values, but {model_file.name} has {len(groups)}")

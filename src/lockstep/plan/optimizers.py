@@ -47,6 +47,8 @@ def group_parameters(parameters: Sequence[ParameterFacts], optim: Optim) -> tupl
     for parameter in parameters:
         if parameter.trainable:
             settings.setdefault(_settings(parameter, optim), []).append(parameter.name)
+    if not parameters:
+        raise ConfigError(Problem("", "model", "it has no parameters"))
     if not settings:
         why = f"none of the model's {len(parameters)} parameters is left to train; remove patterns"
         raise ConfigError(Problem("", "model.freeze", why))

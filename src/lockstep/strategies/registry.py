@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.strategies import ddp, deepspeed, dp, fsdp, single
 from lockstep.strategies.partitions import AXES, PARTITIONS, partitions_of
-from lockstep.strategies.record import Partition, RunLayout, Strategy, Variant
+from lockstep.strategies.record import MeshKind, Partition, RunLayout, Strategy, Variant
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Parallel
@@ -39,6 +39,10 @@ def register_strategy(strategy: Strategy) -> None:
     Raises:
         ConfigError: Another strategy or variant has its name; or the record is wrong.
     """
+    for variant in strategy.variants:
+        if variant.mesh not in get_args(MeshKind):
+            meshes = ", ".join(map(repr, get_args(MeshKind)))
+            raise ConfigError(Problem("", _KEY, f"{variant.name} has mesh {variant.mesh!r}; it is one of {meshes}"))
     for known in _strategies.values():
         names = {known.name, *(variant.name for variant in known.variants)}
         shared = names & {strategy.name, AUTO, *(variant.name for variant in strategy.variants)}
