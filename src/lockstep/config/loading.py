@@ -119,9 +119,8 @@ def _combine(
         tree, config = _with_other_config(tree, config)
     written = {".".join(path): node.where for path, node in _written(tree, ())}
     origins = {key: written.get(key, DEFAULT) for key in values(config)}
-    if odd := [
-        key for key, value in values(config).items() if re.search(r"\\ud[89a-f]", ascii(value))
-    ]:  # bytes of a command line
+    odd = [key for key, value in values(config).items() if re.search(r"\\ud[89a-f]", ascii(value))]
+    if odd:  # bytes of a command line
         raise ConfigError([Problem(origins[key], key, "has bytes that aren't UTF-8; rename it") for key in odd])
     return LoadedConfig(config, origins, tuple(notes), runs)
 
