@@ -43,7 +43,7 @@ def test_a_config_is_checked_for_a_number_of_ranks(capsys: pytest.CaptureFixture
     assert main([*command_line, "4"]) == 0
     assert capsys.readouterr().out == "ok\n"
     assert main([*command_line, "3"]) == 2
-    assert "data x context = 1 x 2 = 2, but there are 3 ranks" in capsys.readouterr().err
+    assert "data x context = 1 x 2 = 2, not 3, the number of ranks" in capsys.readouterr().err
 
 
 def test_a_wrong_config_is_refused_without_importing_torch() -> None:

@@ -80,7 +80,7 @@ def test_a_value_from_here_is_not_written_down(
         ),
         (["--hosts", "a", "--ssh=p2222", "train", "digits"], "--ssh: 'p2222' is not an option of it; write --ssh=-p2"),
         (["--hosts", "a,b", "--rendezvous", "a", "train", "digits"], "--rendezvous: 'a' is not HOST:PORT"),
-        (["--hosts", "a:2,b", "train", "digits", "--ranks", "1", "parallel.pipeline=2"], "but there are 3 ranks"),
+        (["--hosts", "a:2,b", "train", "digits", "--ranks", "1", "parallel.pipeline=2"], "not 3, the number of ranks"),
         (["status", "4711", "--hosts"], "unrecognized arguments: --hosts"),
         (["status", "4711"], "'4711' is neither a job that ssh was given from here nor the folder of its run"),
     ],

@@ -58,24 +58,25 @@ def test_data_follows_from_the_other_axes():
         (
             8,
             {"data": 3, "tensor": 2, "pipeline": 2},
-            "data x tensor x pipeline = 3 x 2 x 2 = 12, but there are 8 ranks. data = 2 gives 8; or start 12 ranks.",
+            "data x tensor x pipeline = 3 x 2 x 2 = 12, not 8, the number of ranks. data = 2 gives 8; "
+            "or start 12 ranks.",
         ),
         (
             7,
             {"tensor": 2, "pipeline": 2},
-            "tensor x pipeline = 2 x 2 = 4, but there are 7 ranks. Start 4 or 8 ranks.",
+            "tensor x pipeline = 2 x 2 = 4, not 7, the number of ranks. Start 4 or 8 ranks.",
         ),
         (
             4,
             {"data": 1, "pipeline": 3},
-            "data x pipeline = 1 x 3 = 3, but there are 4 ranks. Start 3 or 6 ranks.",
+            "data x pipeline = 1 x 3 = 3, not 4, the number of ranks. Start 3 or 6 ranks.",
         ),
         (
             1,
             {"data": 2, "shard": 4},
-            "data x shard = 2 x 4 = 8, but there are 1 ranks. Start 4 ranks.",
+            "data x shard = 2 x 4 = 8, not 1, the number of ranks. Start 4 ranks.",
         ),
-        (4, {"data": 3}, "data = 3, but there are 4 ranks. data = 4 gives 4; or start 3 ranks."),
+        (4, {"data": 3}, "data = 3, not 4, the number of ranks. data = 4 gives 4; or start 3 ranks."),
     ],
 )
 def test_a_mesh_that_does_not_multiply_out_is_refused_with_the_nearest(ranks, sizes, message):
@@ -97,7 +98,7 @@ def test_deepspeed_shards_over_all_ranks_or_none() -> None:
         _mesh_of_zero(4, 2, data=2)
     with pytest.raises(ConfigError, match=r"deepspeed with zero_stage 0 shards nothing; leave parallel\.shard out"):
         _mesh_of_zero(4, 0, shard=2)
-    with pytest.raises(ConfigError, match="data x shard = 1 x 2 = 2, but there are 4 ranks"):
+    with pytest.raises(ConfigError, match="data x shard = 1 x 2 = 2, not 4, the number of ranks"):
         _mesh_of_zero(4, 3, shard=2)
 
 

@@ -174,8 +174,8 @@ def _blocks(model: nn.Module) -> Sequence[nn.Module]:
 
 OF_THE_VOTE = 60
 """Operations on single numbers: the loss's sum, the vote of the ranks, what is kept, the report's copy."""
-OF_THE_NEXT_BATCH = 1 << 20
-"""Bytes: the next batch, which arrives while this one is computed, and copies of buffers for an update that fails."""
+OF_THE_NEXT_BATCH = 2 << 20
+"""Bytes: the next batch, which arrives while this one is computed, shifted targets, and copies of buffers."""
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])

@@ -646,7 +646,7 @@ def test_transforms_are_named_at_the_start_and_at_export(tmp_path: Path, capsys:
     assert main(["export", str(tmp_path / "run"), "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["transforms"] == [named["target"], "sharper"]
-    assert f"transforms, which are not in the file: {named['target']}, sharper;" in printed.err
+    assert f"({named['target']}, sharper)" in printed.err
     with lockstep.session(small.config(transforms=[named]), transforms=[Sharper()]) as session:
         checkpoints = session.checkpoints(tmp_path / "saves")
         checkpoints.save()

@@ -59,17 +59,15 @@ WRONG = {
     ),
     "loader": (
         lambda: {"train_dataset": DataLoader(small.points())},
-        "a DataLoader isn't a dataset; pass the one that it loads: train_dataset=loader.dataset",
+        "a DataLoader isn't a dataset; pass train_dataset=loader.dataset",
     ),
     "splits": (
         lambda: {"train_dataset": {"train": small.points(), "test": small.points()}},
-        "dict is a mapping of splits (train, test); pass one of them: train_dataset=splits['train'], and "
-        "others as eval_datasets={'held-out': splits['validation']}. Columns have to be tensors or arrays",
+        "dict is a mapping of splits (train, test); pass one of them: splits['train']",
     ),
     "dataset by name": (
         lambda: {"train_dataset": "wikitext"},
-        "the dataset is the text 'wikitext'; set a name in the config instead: data.train: {kind: huggingface, name: "
-        "wikitext}",
+        "the dataset is the text 'wikitext'; for a name, set data.train.kind: huggingface",
     ),
     "evaluation without a name": (
         lambda: {"eval_datasets": small.points()},

@@ -194,7 +194,7 @@ def _interrupted(folder: Path) -> None:
                 lambda: next(batches),
                 lambda: next(session.batches()),
             ):
-                with pytest.raises(lockstep.RunFailed, match=r"interrupted in its middle.* resumes from step 2"):
+                with pytest.raises(lockstep.RunFailed, match=r"interrupted in its middle.* resume from step 2"):
                     use()
             raise
 

@@ -162,8 +162,8 @@ def test_a_run_stops_at_a_notice_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "hint"),
     [
-        ("Azur", "did you mean azure?"),
-        ("notice", r"a file has a slash in its path: \./notice"),
+        ("Azur", "aws, gcp, azure"),
+        ("notice", r"such as \./notice"),
         ("ftp://host/x", "no http address"),
     ],
 )

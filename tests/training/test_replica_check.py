@@ -101,4 +101,4 @@ def test_a_custom_loop_compares_no_copies_and_says_so() -> None:
 def test_one_rank_has_no_copies(tmp_path: Path) -> None:
     done = run_lockstep("chaos", "digits", "--ranks", "1", "--faults", "diverge", "--folder", tmp_path / "runs")
     assert done.returncode == 2
-    assert "start 2 ranks at least" in done.stderr
+    assert "on 2 ranks" in done.stderr

@@ -20,6 +20,8 @@ from lockstep.interop.keys import (
     KeyRow,
     derived,
     key_rows,
+    keys_for,
+    not_needed,
     not_there,
     taken,
     to_do,
@@ -145,8 +147,19 @@ def ranks(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     return derived(f"{key.value} on {machines} machines", {row.target: key.value // machines})
 
 
+def recompute_every(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    switch = file.find(*keys_for("choice", "memory.activation_checkpointing.mode"))
+    if switch is not None and is_off(switch.value):
+        return not_needed(f"{switch.key} is off")
+    if key.value in (0, False):
+        return NOTHING
+    beside = {} if switch is not None else {"memory.activation_checkpointing.mode": "full"}
+    return Answer("taken", {**beside, row.target: key.value})
+
+
 STRATEGY_RULES: Mapping[str, Rule] = {
     "fsdp dtype": fsdp_dtype, "fsdp": fsdp, "wrap": wrap, "wrap size": wrap_size, "deepspeed": deepspeed_file,
     "offload": lambda row, key, file: rules.offload(row.target, key.value), "cpu offload": cpu_offload,
     "strategy": strategy, "ranks": ranks,
+    "recompute every": recompute_every,
 }  # fmt: skip

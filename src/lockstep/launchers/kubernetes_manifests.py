@@ -18,7 +18,7 @@ from pydantic import Field
 
 from lockstep.core.errors import ConfigError, Paused, Problem, Stopped, VerificationError
 from lockstep.core.jobs import JobCommand
-from lockstep.core.terminal import shortened
+from lockstep.core.terminal import command_line, shortened
 from lockstep.launchers.tools import (
     as_comment,
     as_yaml,
@@ -169,7 +169,8 @@ def text_of(manifests: Sequence[Mapping[str, Any]], command: JobCommand) -> str:
     again = f"kubectl create --filename={shlex.quote(f'{command.folder}/job.yaml')}"
     parts = [command.typed, f"Written by that command, to be read, changed and created again: {again}"]
     if TOKEN in str(manifests):
-        secret = f"kubectl create secret generic {manifests[-1]['metadata']['name']} --from-file={TOKEN}=/dev/stdin"
+        name = manifests[-1]["metadata"]["name"]
+        secret = command_line("kubectl", "create", "secret", "generic", name, f"--from-file={TOKEN}=/dev/stdin")
         parts.append("The pods prove to each other that they know a secret, which that command also makes:")
         parts.append(f"openssl rand -hex 32 | {secret}")
     head = [f"# {as_comment(part)}\n" for part in parts]

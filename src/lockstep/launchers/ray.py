@@ -26,7 +26,7 @@ from pydantic import Field
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, Problem, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
-from lockstep.core.terminal import echo, plain
+from lockstep.core.terminal import command_line, echo, plain
 from lockstep.launchers.tools import (
     follow_until_end,
     job_name,
@@ -170,7 +170,7 @@ class RayLauncher:
     def follow(self, job: LaunchedJob) -> int:
         """Print the job's output until it has ended."""
         client, name = _named(job.number)
-        output, way = JobOutput(), f"lockstep launch ray follow {job.number}"
+        output, way = JobOutput(), command_line("lockstep", "launch", "ray", "follow", job.number)
 
         def print_new(status: JobStatus) -> None:
             with _answers(name):

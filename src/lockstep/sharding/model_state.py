@@ -48,7 +48,8 @@ class ModelState:
         partition: Which rank holds which parts of the model; None: this rank holds the whole model.
         shards: How optimizer state is sharded, by parameter; it is whole for parameters that aren't named.
         flat: Parameters that are sharded element by element, by name.
-        before_read, after_restore: Called before parameters are read, and after all state has been restored.
+        before_read: Called before parameters are read.
+        after_restore: Called after all state has been restored.
         held: Returns tensors that the rank holds for its state and that have no names, by category.
     """
 
