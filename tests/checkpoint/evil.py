@@ -471,7 +471,7 @@ GRIDS: dict[str, tuple[Act, str]] = {
     "a grid of number -1": (put("tensors", WEIGHT, "grid", -1), _INVALID + f"tensors.grid: {_INTEGER}"),
     "a grid that is a text": (put("tensors", WEIGHT, "grid", "0"), _INVALID + f"tensors.grid: {_INTEGER}"),
     "a tensor without a grid": (without("tensors", WEIGHT, "grid"), _INVALID + "tensors.grid: Field required"),
-    "parts beside a grid": (put("tensors", WEIGHT, "parts", []), _INVALID + "tensors.parts: Extra inputs"),
+    "parts beside a grid": (put("tensors", WEIGHT, "parts", []), _INVALID + "tensors.*parts: Extra inputs"),
     "a grid of a rank that wasn't": (_cut(ranks=[1]), _MISPLACED),
     "a grid of no rank": (_cut(ranks=[]), _MISPLACED),
     "a grid of two ranks for one cell": (_cut(ranks=[0, 0]), _MISPLACED),

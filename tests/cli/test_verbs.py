@@ -194,7 +194,7 @@ CUTS = [
     (("--ranks", "8", "--parallel.pipeline", "8"), "8 stages, but Transformer has 4 blocks; take at most that many"),
     (
         ("--ranks", "2", "--parallel.pipeline", "2", "--parallel.pipeline_parallel.split", "[blocks.9]"),
-        "the model has no block 'blocks.9'; there are blocks.0, blocks.1",
+        "parallel.pipeline_parallel.split: blocks.9: name the first block of each of the 2 stages",
     ),
     (
         ("--ranks", "2", "--parallel.tensor", "2", "--parallel.tensor_parallel.plan", "{blocks.*.foo: colwise}"),

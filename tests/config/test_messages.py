@@ -197,7 +197,7 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
         ],
         "--launch.ranks: has no value; write --launch.ranks=VALUE\n"
         "--model.freeze: 'head.*' is not a list of text; write [head.*]\n"
-        "--data.leave_out: 17 is not a list of lists of 2 whole numbers from 0 to 4.61169e+18\n"
+        "--data.leave_out: 17 is not a list of lists of 2 whole numbers from 0 to 4611686018427387903\n"
         "--data.loader: 3 is not a mapping; its keys are workers, prefetch, persistent_workers, pin_memory\n"
         "/run.yaml:4:8: optim: Lockstep's key is optim.name: write `optim.name: adamw`\n"
         "--evaluation.every: 'often' is not an interval; write a number of steps (100), or '100 steps', '64k samples', "

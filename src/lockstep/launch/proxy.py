@@ -83,8 +83,8 @@ class Rendezvous:
     async def _connect(self) -> Streams:
         host, port = self._address
         failed = OSError(f"{host} has no address")
-        found: Any = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        for *_, (address, _, *rest) in found:
+        addresses: Any = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for *_, (address, _, *rest) in addresses:
             scope = f"%{rest[1]}" if rest and rest[1] else ""  # of a link-local IPv6 address
             try:
                 async with asyncio.timeout(_CONNECT_S):

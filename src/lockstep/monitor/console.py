@@ -217,7 +217,6 @@ def _loss(report: StepReport) -> str:
 
 
 def _end_of(error: BaseException | None) -> str:
-    """Return how an attempt ended, as the first words of its summary."""
     if error is None:
         return "done:"
     if isinstance(error, Stopped | KeyboardInterrupt):

@@ -164,7 +164,6 @@ def step_reached(run: Path) -> int:
 
 
 def _end(run: Path) -> float:
-    """Return when the run ended; now if it trains."""
     if held_by(run) is not None:
         return time.time()
     times = [last_sign(run), as_number(last_record(run / LOGS / ENDS).get("time"))]

@@ -165,7 +165,6 @@ class MetricLog:
             self._add(name, value)
 
     def _add(self, name: str, value: Any) -> None:
-        """Add to a mean or a histogram, and replace everything else."""
         before = self._entries.get(name)
         if before is not None and isinstance(value, tuple):
             value = _sum(before[0], value[0]), _sum(before[1], value[1])
@@ -310,7 +309,6 @@ def _number(kind: str, name: str, value: object) -> float | Tensor:
 
 
 def _tensor(kind: str, name: str, value: object) -> Tensor:
-    """Return a tensor, a NumPy number or a list of numbers as a tensor without gradient."""
     import torch
 
     tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)

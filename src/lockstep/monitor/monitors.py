@@ -253,7 +253,6 @@ class Monitors:
             writer.finish()
 
     def _write_last(self) -> None:
-        """Show the latest report to the writers, once."""
         report = self._last
         if report is None or report is self._written or not self._writers:
             return

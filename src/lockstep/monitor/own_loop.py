@@ -241,7 +241,6 @@ class GPUMonitor:
 
 
 def _visible_gpus() -> list[NvidiaGPU]:
-    """Return the GPUs of CUDA_VISIBLE_DEVICES, or all. Raises NvmlMissing."""
     nvml = nvml_module()
     count, visible = nvml.nvmlDeviceGetCount(), os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus: list[NvidiaGPU] = []

@@ -52,7 +52,6 @@ class TensorBoard(Tracker):
         self.texts(step, {name: table.markdown(_TABLE_ROWS) for name, table in tables.items()})
 
     def _write(self, step: int, values: list[dict[str, Any]]) -> None:
-        """Write one event; the file begins with its version."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
 

@@ -66,7 +66,6 @@ class TrackerMonitor(ReportWriter):
         return ()
 
     def _record(self) -> None:
-        """Record the last update, once."""
         report, self._pending = self._pending, None
         if report is not None:
             self._next_seconds = report.seconds + self._seconds

@@ -187,8 +187,8 @@ class _Loop:
                 self.checkpoints.evaluations.receive(report)
                 self.profiler.see(report)
                 requests |= report.requests
-            if asked := self.monitor.see(report):
-                self.session.request(asked)
+            if own := self.monitor.see(report):
+                self.session.request(own)
             self.user_logs.see(report)
         return requests
 
