@@ -110,8 +110,8 @@ def test_a_job_whose_identifier_is_known_is_remembered_before_it_is_submitted(
     monkeypatch.setattr(QUEUE, "submit", refuse)
     assert launch(*TRAIN) == 1
     assert CALLS == [("cancel", "known")]
-    assert not record.exists()
     assert Path("r").exists() == (earlier is not None)
+    assert earlier is None or json.loads(record.read_text()) == earlier
 
 
 def test_an_unknown_place_lists_the_places(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_all_rules_that_match_nothing_are_refused_with_the_nearest_names():
 def test_nothing_to_train_is_refused():
     with pytest.raises(ConfigError, match=r"model\.freeze: none of the model's 1 parameters"):
         group_parameters(MODEL[-1:], Optim())
-    with pytest.raises(ConfigError, match="0 parameters is left to train"):
+    with pytest.raises(ConfigError, match=r"^model: "):
         group_parameters([], Optim())
 
 

@@ -196,9 +196,10 @@ def approved(loaded: LoadedConfig, *, trusted: bool, writes: bool = False) -> Co
     if reasons := [] if trusted else list(_unapproved(loaded, writes)):
         shown = "".join(f"\n  {place}: {plain_line(demand)}" for place, demand in reasons)
         runs = ", ".join(dict.fromkeys(plain_line(run.name) for run in loaded.runs))
-        whose = f"isn't known as yours ({why})" if (why := _why_forgetful()) else "you have not started here"
+        why = _why_forgetful()
+        whose = f"of a run that isn't known as yours ({why})" if why else "of a run that you have not started here"
         raise ConfigError(
-            f"{runs} is the config of a run that {whose}, and it runs code or reaches out of the run's folder:{shown}\n"
+            f"{runs} is the config {whose}, and it runs code or reaches out of the run's folder:{shown}\n"
             "Pass --trust-run if you trust the author of the run (in Python: trust_run=True)"
         )
     return _with_hidden_values(loaded)

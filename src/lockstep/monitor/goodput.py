@@ -171,7 +171,6 @@ def _end(run: Path) -> float:
 
 
 def _interruptions(run: Path, step: float) -> tuple[float, float, float]:
-    """Return the seconds of evaluations, of waiting for saves, and of both before the update `step` had ended."""
     evaluations = saves = on_clock = 0.0
     for record in _events(run):
         seconds = as_number(record.get("seconds" if "evaluation" in record else "lost_seconds"))

@@ -150,8 +150,6 @@ class Profiler:
 
 
 class _Recording:
-    """A running profiler of torch."""
-
     def __init__(self, span: Span, options: ProfileConfig, world: World, profiler: profile) -> None:
         self._span = span
         self._options = options

@@ -155,8 +155,7 @@ class _Loop:
             own = [*self.user_logs.updated(before.steps + 1)]
             requests = self._show(session.reports)
             own += self.signals.requests()
-            own += evaluations.requests()
-            own += checkpoints.requests()
+            own += (*evaluations.requests(), *checkpoints.requests())
             own += self.profiler.requests()
             if own:
                 session.request(own)
