@@ -134,6 +134,8 @@ def install(sdist: Path, folder: Path, version: str, torch: str | None, venvs: S
     elif not venv:
         refuse_downloads_of_cuda(pip, folder)
     run(pip, folder)
+    if not torch and not venv:  # also beyond the versions that pyproject.toml allows
+        run([*pip[:-3], "--upgrade", "--no-deps", "torch"], folder)
     return programs
 
 

@@ -19,7 +19,7 @@ from kit.hosts import needs_hosts
 
 from lockstep.chaos.drawing import balanced
 from lockstep.chaos.kinds import Cluster, applicable
-from lockstep.chaos.rounds import config_of_round
+from lockstep.chaos.rounds import _evaluations, config_of_round
 from lockstep.config.loading import validate
 from lockstep.core.phase_clock import PhaseClock
 from lockstep.resilience.faults import Fault, PlantedFault, events_of, plant, write_plan
@@ -284,6 +284,43 @@ def updates(plan: Path) -> None:
     for _ in range(4):
         clock.enter(Phase.FORWARD)
         clock.updated()
+
+
+class UndeterminedInEvaluations(small.Net):
+    """Draws from what no run can repeat, but not in updates."""
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return super().forward(points) * (1 if self.training else 1 + int.from_bytes(os.urandom(4)) / 2**32)
+
+
+def test_an_evaluation_that_differs_is_found(tmp_path: Path) -> None:
+    model = {"kind": "custom", "target": f"{HERE}:UndeterminedInEvaluations"}
+    done = chaos(tmp_path, "--rounds", "1", "--faults", "raise", "--json", model=model)
+    assert done.returncode == 3, done.stdout + done.stderr
+    (row,) = json.loads(done.stdout)
+    assert (row["equal"], row["passed"], row["updates_unrecorded"]) == (False, False, 0)
+
+
+@pytest.mark.parametrize(
+    ("events", "exact", "are_equal"),
+    [
+        ([(3, 2.0), (6, 1.0)], True, True),
+        ([(3, 2.0)], True, False),
+        ([(3, 2.0), (6, 1.0), (6, 1.0)], True, False),
+        ([(3, 2.0), (6, 1.001)], True, False),
+        ([(3, 2.0), (6, 1.001)], False, True),
+        ([(3, 2.0)], False, False),
+    ],
+)
+def test_evaluations_that_are_missing_or_differ_are_found(
+    events: list[tuple[int, float]], exact: bool, are_equal: bool, tmp_path: Path
+) -> None:
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    for folder, pairs in ((run, events), (undisturbed, [(3, 2.0), (6, 1.0)])):
+        folder.mkdir()
+        lines = [{"evaluation": "held-out", "step": step, "seconds": len(pairs), "loss": loss} for step, loss in pairs]
+        (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert (_evaluations(run, exact=exact) == _evaluations(undisturbed, exact=exact)) == are_equal
 
 
 @pytest.mark.parametrize(("every", "expected"), [("1 minute", "3 steps"), ("2 steps", "2 steps"), (None, "None")])

@@ -140,6 +140,11 @@ def test_names_in_variables_find_their_spelling(base: Path, tmp_path: Path) -> N
             "LOCKSTEP_OPTIM_LR",
             "LOCKSTEP_OPTIM_LR: has no effect; two underscores separate the keys: write LOCKSTEP_OPTIM__LR",
         ),
+        (
+            "LOCKSTEP_OPTIM_WEIGHT_DECY",
+            "LOCKSTEP_OPTIM_WEIGHT_DECY: has no effect; two underscores separate the keys: write "
+            "LOCKSTEP_OPTIM__WEIGHT_DECAY",
+        ),
     ],
 )
 def test_a_misspelled_variable_is_refused(base: Path, variable: str, message: str) -> None:

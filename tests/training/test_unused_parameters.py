@@ -16,7 +16,9 @@ from kit.runs import Trajectory, differences, recorded, recorded_all
 from kit.small import config
 from kit.worlds import in_world
 
+import lockstep
 from lockstep.config.loading import validate
+from lockstep.core.errors import ConfigError
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.plan.mesh import Mesh
 from lockstep.plan.plan import make_plan
@@ -118,6 +120,14 @@ def test_modules_left_out_where_activations_are_computed_again() -> None:
 def selective(**fsdp: Any) -> dict[str, Any]:
     asked = skipping("Mixtures", 3, strategy="fsdp", fsdp=fsdp)
     return {**asked, "memory": {"activation_checkpointing": {"mode": "selective"}}}
+
+
+def test_selective_checkpointing_around_units_is_refused() -> None:
+    """torch's fails in the backward, since FSDP's own operations are repeated in another number."""
+    with pytest.raises(ConfigError) as refused, lockstep.session(selective(wrap=["Step"])):
+        pass
+    assert refused.value.problems[0].key == "memory.activation_checkpointing.mode"
+    assert "blocks.0.experts.0" in str(refused.value)
 
 
 @pytest.mark.drill

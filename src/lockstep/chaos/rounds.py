@@ -8,6 +8,7 @@ import random
 import shutil
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -55,6 +56,7 @@ _MAY_DIFFER = (
 )
 """Keys in which a round's config and that of the run with which it is compared may differ."""
 _LAST_LINES = 5  # of a failed run's output, in a message
+_OF_NO_METRIC = ("evaluation", "step", "samples", "seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class ChaosRow:
         fired: Whether the fault has had its effect.
         recovery_seconds: From the fault to the end of the first update after it, or after it was mended.
         steps_redone: Updates that had been made before the fault, and were made again.
-        equal: Whether the last checkpoint and the losses are bitwise those of the undisturbed run, or the reference.
+        equal: Whether the last checkpoint, losses and evaluations are those of the undisturbed run, or the reference.
         distance: Largest relative difference of a loss from the undisturbed run's.
         updates_unrecorded: Number of updates that metrics.jsonl lacks, without the last three before rank 0 fails.
         ledger_complete: Whether the run was trained on every sample of its order once.
@@ -252,6 +254,9 @@ def _row(fault: Fault, plan: Path, code: int, undisturbed: Path, reference: Path
         losses = _losses(run)
         expected = {**usual, **_losses(reference)}
         equal = _have_equal_state(run, reference) and all(expected[step] == loss for step, loss in losses.items())
+        exact = reference == undisturbed or fault.kind == NAN
+        evaluated, other, own = (_evaluations(each, exact=exact) for each in (undisturbed, reference, run))
+        equal = equal and {**evaluated, **other} == own
         ledger_complete = _is_complete(run)
     unwritten = range(fault.step - 2, fault.step + 1) if fault.rank == 0 else ()
     unrecorded = len(expected.keys() - losses.keys() - {*unwritten})
@@ -275,6 +280,17 @@ def _losses(run: Path) -> dict[int, Any]:
     """Return the losses by step. Raises OSError, ValueError, KeyError."""
     lines = [json.loads(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]
     return {line["step"]: line["loss"] for line in lines}
+
+
+def _evaluations(run: Path, *, exact: bool) -> dict[tuple[str, int], list[object]]:
+    """Return what was recorded of each set and step: metrics, or only their names unless they must be equal."""
+    recorded: dict[tuple[str, int], list[object]] = defaultdict(list)
+    file = run / EVENTS
+    for event in map(json.loads, file.read_text(encoding="utf-8").splitlines() if file.exists() else ()):
+        if "evaluation" in event:
+            metrics = {name: value for name, value in event.items() if name not in _OF_NO_METRIC}
+            recorded[event["evaluation"], event["step"]].append(metrics if exact else sorted(metrics))
+    return recorded
 
 
 def _is_complete(run: Path) -> bool:

@@ -12,6 +12,7 @@ a later `run.epochs` replaces an earlier `run.steps`, with a note.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 
 from lockstep.config import shape
@@ -105,8 +106,9 @@ def from_environment(environ: Mapping[str, str], beneath: Table) -> tuple[Table,
             path = _spelled(rest.split("__"), beneath)
             layer.append((Override(".".join(path), text, variable), path))
             continue
-        if rest in (flat := _flat_keys(names())):  # LOCKSTEP_OPTIM_LR
-            meant = PREFIX + "__".join(flat[rest]).upper()
+        flat = _flat_keys(names())
+        for near in get_close_matches(rest, flat, n=1, cutoff=0.9):  # LOCKSTEP_OPTIM_LR
+            meant = PREFIX + "__".join(flat[near]).upper()
             why = f"has no effect; two underscores separate the keys: write {meant}"
             problems.append(Problem(variable, "", why))
     tree, further = _layer(layer, beneath)

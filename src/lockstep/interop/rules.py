@@ -181,13 +181,27 @@ def decay_length(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     return not_there(f"the rate falls over the whole run, which is {lengths[0]} long; use the same number for both")
 
 
+def _share(row: KeyRow, part: object, whole: object, of: str, question: str) -> Answer:
+    """Return a share of a whole, or the question for it if either isn't a number."""
+    if not isinstance(part, int | float) or not isinstance(whole, int | float) or whole <= 0:
+        return asked(row.target, question)
+    return derived(f"{part} of {whole} {of}", {row.target: float(f"{part / whole:.6g}")})
+
+
+def warmup_epochs(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    question = "write schedule.warmup_steps, or schedule.warmup_ratio: a share of the run"
+    return NOTHING if key.value == 0 else _share(row, key.value, epochs_of(file), "epochs", question)
+
+
+def decay_steps(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
+    question = "write schedule.decay_ratio: the share of the run that decays"
+    return _share(row, key.value, steps_of(file), "steps", question)
+
+
 def final_rate(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    last, peak = key.value, file.value("learning_rate", "lr", "max_lr", "peak_lr")
-    if last == 0:
-        return NOTHING
-    if not isinstance(last, int | float) or not isinstance(peak, int | float) or peak <= 0:
-        return asked(row.target, "write schedule.final_ratio: the last rate as a share of the peak optim.lr")
-    return derived(f"{last} of {peak} at the peak", {row.target: float(f"{last / peak:.6g}")})
+    question = "write schedule.final_ratio: the last rate as a share of the peak optim.lr"
+    peak = file.value("learning_rate", "lr", "max_lr", "peak_lr")
+    return NOTHING if key.value == 0 else _share(row, key.value, peak, "at the peak", question)
 
 
 # --- optimizer, precision -----------------------------------------------------------------------------------------
@@ -394,23 +408,6 @@ def named_model(file: ForeignFile) -> ForeignKey | None:
 
 def _is_on_the_hub(key: ForeignKey | None) -> bool:
     return key is not None and isinstance(key.value, str) and not key.value.lower().startswith(_NOT_TRANSFORMERS)
-
-
-def _share(row: KeyRow, part: object, whole: object, of: str, question: str) -> Answer:
-    """Return a share of a whole, or the question for it if either isn't a number."""
-    if not isinstance(part, int | float) or not isinstance(whole, int | float) or whole <= 0:
-        return asked(row.target, question)
-    return derived(f"{part} of {whole} {of}", {row.target: float(f"{part / whole:.6g}")})
-
-
-def warmup_epochs(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    question = "write schedule.warmup_steps, or schedule.warmup_ratio: a share of the run"
-    return NOTHING if key.value == 0 else _share(row, key.value, epochs_of(file), "epochs", question)
-
-
-def decay_steps(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    question = "write schedule.decay_ratio: the share of the run that decays"
-    return _share(row, key.value, steps_of(file), "steps", question)
 
 
 def model_type(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:

@@ -134,15 +134,12 @@ def remove_abandoned(root: Path = ROOT) -> None:
     """Remove what this user's launchers have left there more than an hour ago."""
     for path in root.glob(f"{prefix()}*"):
         with suppress(OSError):
-            if not is_own(path) or time.time() - _last_use(path) < _ABANDONED_S:
+            used = max(entry.stat().st_mtime for entry in (path, *path.iterdir(), *path.glob("checkpoints/*")))
+            if not is_own(path) or time.time() - used < _ABANDONED_S:
                 continue
             if (lock := _locked(path)) is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
-
-
-def _last_use(path: Path) -> float:
-    return max(entry.stat().st_mtime for entry in (path, *path.iterdir(), *path.glob("checkpoints/*")))
 
 
 def _empty(path: Path) -> None:

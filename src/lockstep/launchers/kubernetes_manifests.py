@@ -119,7 +119,7 @@ def _misfitting(command: JobCommand, options: KubernetesOptions) -> Iterator[Pro
 def _lost(command: JobCommand, options: KubernetesOptions) -> Iterator[Problem]:
     """Yield a problem if the run would end with the pod: no volume holds its folder."""
     place = command.checkpoint_folder
-    folder = _in_pod(place or str(command.run_folder), options)
+    folder = PurePosixPath(os.path.normpath(PurePosixPath(workdir(options), place or command.run_folder)))
     claim = _claim_of(folder, options)
     if command.starts_run and not is_address(str(place)) and (claim is None or claim[2]):
         remedy = f"give --volume CLAIM:{folder.parent}, or checkpoint.folder=s3://BUCKET/PREFIX"
@@ -138,10 +138,6 @@ def _claims(options: KubernetesOptions) -> list[tuple[str, str, bool]]:
 def _claim_of(path: PurePosixPath, options: KubernetesOptions) -> tuple[str, str, bool] | None:
     holding = [claim for claim in _claims(options) if path.is_relative_to(claim[1])]
     return max(holding, key=lambda claim: len(claim[1]), default=None)
-
-
-def _in_pod(path: str, options: KubernetesOptions) -> PurePosixPath:
-    return PurePosixPath(os.path.normpath(PurePosixPath(workdir(options), path)))
 
 
 def workdir(options: KubernetesOptions) -> str:

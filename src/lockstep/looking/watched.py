@@ -216,13 +216,8 @@ def event_text(record: Mapping[str, Any]) -> str:
 
 
 def _first(gauges: object, names: Iterable[str]) -> float:
-    values = gauges if isinstance(gauges, dict) else {}
-    return next((as_number(values[name]) for name in names if name in values), math.nan)
+    return next((as_number(gauges[name]) for name in names if isinstance(gauges, dict) and name in gauges), math.nan)
 
 
 def _objects(value: object) -> list[dict[str, Any]]:
-    return [item for item in _list(value) if isinstance(item, dict)]
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -47,11 +47,9 @@ def group_parameters(parameters: Sequence[ParameterFacts], optim: Optim) -> tupl
     for parameter in parameters:
         if parameter.trainable:
             settings.setdefault(_settings(parameter, optim), []).append(parameter.name)
-    if not parameters:
-        raise ConfigError(Problem("", "model", "it has no parameters"))
     if not settings:
         why = f"none of the model's {len(parameters)} parameters is left to train; remove patterns"
-        raise ConfigError(Problem("", "model.freeze", why))
+        raise ConfigError(Problem("", "model.freeze" if parameters else "model", why))
     return tuple(Grouping(tuple(names), lr_scale, decay) for (lr_scale, decay), names in settings.items())
 
 

@@ -105,7 +105,7 @@ def plant(
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{FAULTS} names {name}, which is no plan of faults: {error}") from error
     if any(fault.kind == FLIP for fault in faults):
-        _process_file(plan, world.rank).write_text(str(os.getpid()), encoding="utf-8")
+        plan.with_suffix(f".process-{world.rank}").write_text(str(os.getpid()), encoding="utf-8")
     here = [fault for fault in faults if fault.rank == world.rank]
     trap = _Trap(plan, world, steps, here)
     clock = world.clock
@@ -213,10 +213,6 @@ def _is_due(fault: Fault, step: int) -> bool:
     if fault.kind == FLIP:
         return step >= fault.step and newest_of_two(Path(fault.folder)) is not None
     return step == fault.step
-
-
-def _process_file(plan: Path, rank: int) -> Path:
-    return plan.with_suffix(f".process-{rank}")
 
 
 def _flip(fault: Fault, plan: Path, fired: Callable[[], None]) -> None:

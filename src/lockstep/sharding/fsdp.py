@@ -60,6 +60,7 @@ def shard(context: ShardingContext) -> None:
             raise ConfigError(Problem("", "parallel.strategy", why))
     refuse_other_than_fp32(model.named_parameters(), "parallel.strategy", "fsdp keeps parameters")
     names = units(model, options, context.blocks)
+    _refuse_selective_around(names, context, options)
     mesh = _device_mesh(context.position, options, context.world.device)
     by_rows = OPTIMIZERS[context.config.optim.name].whole_matrices  # it exchanges rows
     arguments: dict[str, Any] = {
@@ -242,6 +243,16 @@ def _collective_order(context: ShardingContext) -> CollectiveOrder | NegotiatedO
 
 
 # --- sharding -----------------------------------------------------------------------------------------------------
+
+
+def _refuse_selective_around(names: Sequence[str], context: ShardingContext, options: FSDP) -> None:
+    """Raise ConfigError: torch's selective checkpointing (2.13) fails where a gather is repeated inside a block."""
+    recomputed = context.config.memory.activation_checkpointing
+    inner = next((name for name in names for block in context.blocks if name.startswith(f"{block}.")), None)
+    gathers_again = options.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
+    if inner is not None and gathers_again and (recomputed.mode, recomputed.modules) == ("selective", "blocks"):
+        why = f"selective fails where {inner} is gathered apart from its block; set full, or parallel.fsdp.wrap: blocks"
+        raise ConfigError(Problem("", "memory.activation_checkpointing.mode", why))
 
 
 def _mesh(position: MeshPosition, options: FSDP) -> Mesh:

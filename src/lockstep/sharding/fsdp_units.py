@@ -206,13 +206,10 @@ def _reduce_in_one_dtype(group: Any, original: Callable[..., None], *unused: Any
             group._to_sharded()
         for param in params:
             param.to_accumulated_grad_if_needed()
-            if _sends_zeros(group) and not _has_gradient(param):
+            # torch 2.13 has it, 2.11 doesn't
+            if getattr(group, "reduce_scatter_unused_params", False) and not _has_gradient(param):
                 param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=_sent_dtype(param))
     original(*unused)
-
-
-def _sends_zeros(group: Any) -> bool:
-    return getattr(group, "reduce_scatter_unused_params", False)  # torch 2.13 has it, 2.11 doesn't
 
 
 def _sent_dtype(param: Any) -> torch.dtype:

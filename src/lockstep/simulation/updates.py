@@ -34,7 +34,8 @@ def peak_of_rank(
         if device_type != "cpu":
             watchers.append(ledger.see)
         with resizes_seen(ledger):
-            session = assemble(config, simulated.world, _copied(given), Purpose.RESUME)  # initial values are not drawn
+            copied = replace(given, model=copy.deepcopy(given.model)) if isinstance(given.model, nn.Module) else given
+            session = assemble(config, simulated.world, copied, Purpose.RESUME)  # initial values are not drawn
             ledger.restart()  # a session is assembled with the help of shapes, which the device never holds
             if device_type == "cpu":
                 watchers.append(ledger.see)  # later, because a dataset's tensors are the CPU's, too
@@ -43,10 +44,6 @@ def peak_of_rank(
             finally:
                 session.close()
         return ledger.peak()
-
-
-def _copied(given: UserObjects) -> UserObjects:
-    return replace(given, model=copy.deepcopy(given.model)) if isinstance(given.model, nn.Module) else given
 
 
 def run_updates(session: Session, ledger: MemoryLedger, updates: int) -> None:

@@ -77,7 +77,8 @@ class EarlyStopping:
     def restore(self, state: dict[str, Any] | None) -> list[str]:
         """Continue from a checkpoint's state, unless it is about another metric; return notes for the user."""
         if self.section is not None and state is not None and state["metric"] == self.section.metric:
-            self._state = EarlyStoppingState(**state)
+            best, step, waited = state.get("best"), state.get("step", 0), state.get("waited", 0)
+            self._state = EarlyStoppingState(state["metric"], best, step, waited)
         if self.reason is None:
             return []
         return [

@@ -29,6 +29,7 @@ from lockstep.core.records import LeftOutSample
 from lockstep.distributed.rounds import poll
 from lockstep.monitor.jsonl import finite
 from lockstep.plan.schedule import LENGTHS, fraction_done, horizon
+from lockstep.training.evaluations import EarlyStoppingState
 from lockstep.training.ledger import Segment, segments_in
 from lockstep.training.session import components_of
 
@@ -64,13 +65,6 @@ class _Sharding(BaseModel):
     recast: list[str] = []
 
 
-class _EarlyStopping(BaseModel, extra="forbid"):
-    metric: str
-    best: float | None = None
-    step: int = 0
-    waited: int = 0
-
-
 class _State(BaseModel):
     """The state in a manifest: what `Session.state` and `Checkpoints.save` write."""
 
@@ -82,7 +76,7 @@ class _State(BaseModel):
     sharding: _Sharding
     data: dict[str, Any]
     best: float | None = None
-    early_stopping: _EarlyStopping | None = None
+    early_stopping: EarlyStoppingState | None = None
     evaluation_due: bool = False
     left_out: list[LeftOutSample] = []
 

@@ -154,9 +154,8 @@ class _Loop:
         for before in updates_of(session, self.is_followed) if early_stopping.reason is None else ():
             own = [*self.user_logs.updated(before.steps + 1)]
             requests = self._show(session.reports)
-            own += self.signals.requests()
-            own += (*evaluations.requests(), *checkpoints.requests())
-            own += self.profiler.requests()
+            own += (*self.signals.requests(), *evaluations.requests())
+            own += (*checkpoints.requests(), *self.profiler.requests())
             if own:
                 session.request(own)
             if ended := checkpoints.outcomes():
