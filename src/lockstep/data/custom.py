@@ -48,7 +48,7 @@ _UNREADABLE = "unreadable"
 
 @dataclass(frozen=True, slots=True)
 class ItemReading:
-    """How a user's items are read: whether they may be bad, are never read, and are an evaluation set."""
+    """The way of reading a user's items: what a bad one does, which are left out, and whether they are an evaluation set."""
 
     bad_samples: BadSamples = FATAL
     leaves_out: Callable[[int], bool] = lambda index: False

@@ -58,7 +58,7 @@ def generate(
 
 
 class _Choice(NamedTuple):
-    """How tokens are chosen; see `generate`."""
+    """The settings by which tokens are chosen; see `generate`."""
 
     temperature: float
     top_k: int | None

@@ -40,7 +40,7 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """How the outputs of an operation are made; `is_small`: all inputs and outputs may have values."""
+    """The outputs of an operation, to be made again; `is_small`: all inputs and outputs may have values."""
 
     outputs: tuple[_Output | None, ...]
     container: type | None
