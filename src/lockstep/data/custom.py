@@ -48,7 +48,7 @@ _UNREADABLE = "unreadable"
 
 @dataclass(frozen=True, slots=True)
 class ItemReading:
-    """The way of reading a user's items: what a bad one does, which are left out, and whether they are an evaluation set."""
+    """The way of reading a user's items: what a bad one does, which are left out, whether they are evaluated on."""
 
     bad_samples: BadSamples = FATAL
     leaves_out: Callable[[int], bool] = lambda index: False
