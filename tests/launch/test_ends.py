@@ -24,6 +24,7 @@ from lockstep.launch.ends import (
     first_cause,
     with_cause,
 )
+from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.rank import run_entry
 from lockstep.launch.worker_group import RankProcess
 
@@ -57,6 +58,12 @@ def _end(kind: FailureKind, time: float = 0.0, text: str = "") -> End:
 def test_the_kind_of_end_of_an_exception(error: BaseException, kind: FailureKind, code: int) -> None:
     end = end_of_exception(error, 0.0, None)
     assert (end.kind, end.kind.exit_code) == (kind, code)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FailureKind if kind.exit_code])
+def test_the_exception_of_a_launch_has_the_exit_code_of_its_kind(kind: FailureKind) -> None:
+    failure = LaunchResult(kind, "no disk").failure()
+    assert (failure.kind, failure.exit_code) == (kind, kind.exit_code)
 
 
 def test_a_keyboard_interrupt_of_the_program_has_its_place() -> None:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
 
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.terminal import plain, plain_line
@@ -24,7 +23,7 @@ class Failure(Exception):
     """An error that a user can act on; the command line prints it without a traceback."""
 
     kind: FailureKind = FailureKind.FAILED
-    exit_code: ClassVar[int] = FailureKind.FAILED.exit_code
+    exit_code = FailureKind.FAILED.exit_code
 
     def __init_subclass__(cls) -> None:
         cls.exit_code = cls.kind.exit_code
@@ -32,7 +31,7 @@ class Failure(Exception):
     def __init__(self, *args: object, kind: FailureKind | None = None) -> None:
         super().__init__(*args)
         if kind is not None:
-            self.kind = kind
+            self.kind, self.exit_code = kind, kind.exit_code
 
     def __str__(self) -> str:
         return plain(super().__str__())

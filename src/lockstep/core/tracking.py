@@ -17,8 +17,12 @@ from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError
 from lockstep.core.media import LoggedImage, LoggedTable
 
-TRACKERS = ("mlflow", "trackio", "wandb")
-"""Names of the trackers that Lockstep has."""
+TRACKERS = {
+    "mlflow": "lockstep.monitor.mlflow_tracker:MlflowTracker",
+    "trackio": "lockstep.monitor.trackio_tracker:TrackioTracker",
+    "wandb": "lockstep.monitor.wandb_tracker:WandbTracker",
+}
+"""The trackers that Lockstep has, by their names in a config."""
 
 Bins = Sequence[tuple[float, float, int]]
 """A histogram as (low, high, count) of the bins that are not empty, in order."""

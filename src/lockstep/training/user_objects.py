@@ -15,7 +15,7 @@ from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.extensions import instance, unimplemented
 from lockstep.core.protocols import Monitor, ObjectStore, Transform
-from lockstep.core.tracking import Tracker
+from lockstep.core.tracking import TRACKERS, Tracker
 from lockstep.optim.stepping import closure_refusal
 
 if TYPE_CHECKING:
@@ -214,13 +214,6 @@ def not_given(key: str, expected: str, got: object) -> ConfigError:
     return ConfigError(Problem("", key, f"kind `given` takes {expected}, and {passed} was passed in Python"))
 
 
-_TRACKERS = {
-    "mlflow": "lockstep.monitor.mlflow_tracker:MlflowTracker",
-    "trackio": "lockstep.monitor.trackio_tracker:TrackioTracker",
-    "wandb": "lockstep.monitor.wandb_tracker:WandbTracker",
-}
-
-
 def user_monitors(config: Config, given: UserObjects) -> list[Monitor]:
     """Return the monitors that the config names, and those that were passed in Python."""
     return [*_instances(config, "monitors", Monitor), *given.monitors]
@@ -232,7 +225,7 @@ def user_trackers(config: Config, given: UserObjects) -> dict[str, Tracker]:
     for index, section in enumerate(config.monitor.trackers):
         if section.target != GIVEN:
             key = f"monitor.trackers[{index}].target"
-            home = _TRACKERS.get(section.target, section.target)
+            home = TRACKERS.get(section.target, section.target)
             named.append((section.target, instance("trackers", home, section.arguments, Tracker, key=key)))
     named += [(type(tracker).__name__, tracker) for tracker in given.trackers]
     trackers: dict[str, Tracker] = {}
