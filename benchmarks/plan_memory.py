@@ -24,7 +24,7 @@ from rounds import about_here, markdown, save
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.formatting import size
-from lockstep.launch.forking import in_fork
+from lockstep.core.processes import in_fork
 from lockstep.simulation.planning import measured_beside_predicted
 
 MODELS: Mapping[str, Mapping[str, Any]] = {

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from lockstep.config.loading import load
 from lockstep.config.schema import Launch
 from lockstep.core.errors import ConfigError
+from lockstep.core.processes import in_fork, may_fork
 from lockstep.distributed import accelerators
 from lockstep.distributed.accelerators import choose_backend, choose_device, visible_devices
 from lockstep.distributed.process_group import joined
 from lockstep.launch import devices
-from lockstep.launch.forking import in_fork, may_fork
 from lockstep.simulation.device import register
 from lockstep.simulation.execution import simulated_execution
 from lockstep.simulation.groups import simulated_groups

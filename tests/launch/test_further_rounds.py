@@ -17,6 +17,7 @@ from lockstep.config.schema import Launch
 from lockstep.config.training_sections import Recovery
 from lockstep.core.errors import RunFailed, message_of
 from lockstep.core.failure_kinds import FailureKind
+from lockstep.core.stopping import SignalRequests
 from lockstep.launch import worker_group
 from lockstep.launch.agent import LeaderRounds
 from lockstep.launch.ends import End
@@ -24,7 +25,7 @@ from lockstep.launch.ends_file import read_ends
 from lockstep.launch.local import _unless_stopped, launch, result_of
 from lockstep.launch.outcome import LaunchResult, gist
 from lockstep.launch.supervision import Supervisor
-from lockstep.launch.worker_group import Ranks, SignalRequests
+from lockstep.launch.worker_group import Ranks
 
 if TYPE_CHECKING:
     from conftest import ForkServer

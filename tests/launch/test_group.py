@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from lockstep.core.failure_kinds import FailureKind
+from lockstep.core.stopping import SignalRequests
 from lockstep.launch.ends import End
-from lockstep.launch.worker_group import RankProcess, SignalRequests, watch
+from lockstep.launch.worker_group import RankProcess, watch
 
 if TYPE_CHECKING:
     from lockstep.launch.hang_watch import HangWatch

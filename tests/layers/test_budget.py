@@ -21,10 +21,7 @@ MOST_SMALL_FILES = 7
 MOST_IN_CIRCLES = {
     "monitor": 2,
     "report": 3,
-    "config": 2,
     "data": 2,
-    "launch": 2,
-    "strategies": 2,
 }
 """Files of a package that import each other in circles, the types that they name included."""
 

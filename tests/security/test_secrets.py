@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kit.commands import run_lockstep
 
-from lockstep.config import trust
+from lockstep.config import known_runs
 from lockstep.config.loading import load, validate
 from lockstep.config.writing import hidden_in, to_public
 from lockstep.core import secrets
@@ -121,32 +121,32 @@ def test_no_secret_is_left_behind_and_the_run_resumes(config: Path, monkeypatch:
 
 def test_what_is_remembered_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    trust._remember("a", {"configs": {"x": 1}})
+    known_runs.remember("a", {"configs": {"x": 1}})
     file = tmp_path / "state" / "lockstep" / "runs" / "a.json"
     assert file.parent.stat().st_mode & 0o777 == 0o700
-    assert trust._configs_of("a") == {"x": 1}
+    assert known_runs.configs_of("a") == {"x": 1}
     for mode in (0o702, 0o720, 0o704):
         file.parent.chmod(mode)
-        assert trust._configs_of("a") == {}, "another user could have written or read it"
+        assert known_runs.configs_of("a") == {}, "another user could have written or read it"
     file.parent.chmod(0o700)
     file.write_text("[" * 100_000)
-    assert trust._configs_of("a") == {}
+    assert known_runs.configs_of("a") == {}
 
 
 def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(trust, "_MOST_RUNS", 5)
+    monkeypatch.setattr(known_runs, "_MOST_RUNS", 5)
     for number in range(9):
-        trust._remember(str(number), {"configs": {"x": number}})
+        known_runs.remember(str(number), {"configs": {"x": number}})
     assert len(list((tmp_path / "lockstep" / "runs").iterdir())) == 5
-    assert trust._configs_of("8") == {"x": 8}
+    assert known_runs.configs_of("8") == {"x": 8}
 
 
 def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    trust._remember("a", {"configs": {"x": 1}})
-    assert trust._configs_of("a") == {}
+    known_runs.remember("a", {"configs": {"x": 1}})
+    assert known_runs.configs_of("a") == {}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,14 @@ def squared_norm(tensors: Any) -> Tensor:
     return torch.stack([tensor.square().sum() for tensor in tensors]).sum()
 
 
+def ddp_context(model: nn.Module, options: DDP, world: World, micro_batches: int) -> Any:
+    """Return what `DDPStep` reads of a `ShardingContext`."""
+    config = SimpleNamespace(parallel=SimpleNamespace(ddp=options))
+    plan = SimpleNamespace(batch=SimpleNamespace(accumulation=micro_batches))
+    facts = {"config": config, "plan": plan, "squared_norm": squared_norm, "has_values": True}
+    return SimpleNamespace(model=model, world=world, **facts)
+
+
 def ddp_update(micro_batches: int, divisor: float) -> dict[str, Any]:
     """Make an update in which rank r's micro-batch i has the gradient 10 r + i + 1."""
     with in_group():
@@ -46,9 +55,7 @@ def ddp_update(micro_batches: int, divisor: float) -> dict[str, Any]:
         model = nn.Linear(1, 1, bias=False)
         optimizer: Any = Dividing(model.weight)
         world = World(RankGroup(dist.group.WORLD), rank, ranks, rank, ranks, torch.device("cpu"), "gloo")
-        step = DDPStep(
-            model, optimizer, squared_norm, DDP(), world, SyncedBuffers(model), accumulates=micro_batches > 1
-        )
+        step = DDPStep(ddp_context(model, DDP(), world, micro_batches), optimizer, SyncedBuffers(model))
         for index in range(micro_batches):
             with step.sync_context(index == micro_batches - 1):
                 step.backward(step.module(torch.tensor([[10.0 * rank + index + 1]])).sum(), ONE)
@@ -72,7 +79,7 @@ def places_of_gradients(options: DDP) -> list[set[tuple[int, ...]]]:
         model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
         optimizer = NoOptimizer(model)
         world = World(RankGroup(dist.group.WORLD), rank, 2, rank, 2, torch.device("cpu"), "gloo")
-        step = DDPStep(model, optimizer, squared_norm, options, world, SyncedBuffers(model), accumulates=True)  # type: ignore[arg-type]
+        step = DDPStep(ddp_context(model, options, world, 3), optimizer, SyncedBuffers(model))  # type: ignore[arg-type]
         places = []
         for _ in range(3):
             place = set()
@@ -114,9 +121,8 @@ def leaving_a_layer_out() -> str:
         model = nn.ModuleList(nn.Linear(1, 1) for _ in range(2))
         world = World(RankGroup(dist.group.WORLD), rank, 2, rank, 2, torch.device("cpu"), "gloo")
         model.forward = lambda layers: sum(model[layer](torch.ones(1, 1)) for layer in layers)  # type: ignore[method-assign]
-        step = DDPStep(
-            model, Dividing(model[0].weight), squared_norm, DDP(), world, SyncedBuffers(model), accumulates=True
-        )  # type: ignore[arg-type]
+        optimizer: Any = Dividing(model[0].weight)
+        step = DDPStep(ddp_context(model, DDP(), world, 2), optimizer, SyncedBuffers(model))
         with pytest.raises(ConfigError) as refusal, step.sync_context(True):
             step.backward(step.module([0]).sum(), ONE)
         return str(refusal.value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,8 +55,12 @@ class Model(nn.Module):
 def step_of(model: nn.Module, optimizer: Any, axis: Any) -> InvariantStep:
     """Return a step that exchanges two elements for each rank at a time."""
     norm: Any = lambda tensors: sum(tensor.square().sum() for tensor in tensors)  # noqa: E731
-    share = partial(share_of, rank=axis.rank, ranks=axis.size)
-    return InvariantStep(model, optimizer, norm, axis, share, slice_bytes=8 * axis.size)
+    batch = SimpleNamespace(share=lambda samples, rank: share_of(samples, rank, axis.size))
+    config = SimpleNamespace(parallel=SimpleNamespace(ddp=SimpleNamespace(bucket_mb=8 * axis.size / 2**20)))
+    places = {"world": SimpleNamespace(axis=axis), "position": SimpleNamespace(share=axis.rank)}
+    plan = SimpleNamespace(batch=batch)
+    context: Any = SimpleNamespace(model=model, config=config, plan=plan, squared_norm=norm, **places)
+    return InvariantStep(context, optimizer)
 
 
 def make_updates(axis: Any, updates: int = 2) -> dict[str, Any]:

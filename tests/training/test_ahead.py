@@ -18,7 +18,7 @@ RECIPES = ("digits", "stdlib-lm", "stdlib-classify")
 FORKS = f"""
 from lockstep.config.loading import load
 from lockstep.config.recipes import resolve_recipe
-from lockstep.launch.forking import may_fork
+from lockstep.core.processes import may_fork
 from lockstep.launch.local import import_ahead
 from lockstep.training.ahead import import_on_cpu, imports_ahead
 

@@ -20,8 +20,8 @@ import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.cli.main import main
+from lockstep.config.known_runs import id_of_run
 from lockstep.config.loading import validate
-from lockstep.config.trust import id_of_run
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.extensions import instance
 from lockstep.training.ownership import run_folder_for

@@ -106,8 +106,7 @@ def _disturb(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
                 _show(row, len(rows))
     except Stopped as failure:
         stopped = failure
-    if args.json:
-        emit([{**asdict(row), "passed": row.passed} for row in rows])
+    emit([{**asdict(row), "passed": row.passed} for row in rows])
     failed = [row.output for row in rows if not row.passed]
     text = "\n  ".join([f"{len(failed)} of {len(rows)} rounds didn't end as the undisturbed run", *failed])
     if stopped is not None:

@@ -92,9 +92,8 @@ def _verify(arguments: Sequence[str]) -> int:
     results = [shown(each) for each in (verify_all(place.storage) if args.all else [verify(place.storage, chosen)])]
     weights = [shown(each) for each in (verify_weights(run / MODEL) if run is not None else ())]
     faults, damaged = ([each for each in of if each.fault is not None] for of in (results, weights))
-    if args.json:
-        verified = {"checkpoints": list(map(asdict, results)), "weights": list(map(asdict, weights))}
-        emit({"run": str(args.run), "ok": not faults and not damaged, **verified})
+    verified = {"checkpoints": list(map(asdict, results)), "weights": list(map(asdict, weights))}
+    emit({"run": str(args.run), "ok": not faults and not damaged, **verified})
     if faults or damaged:
         messages = [ckpt_text.damaged(place.place, faults, len(results))] if faults else []
         messages += [f"{run}/{result.name} is damaged: {result.fault}" for result in damaged]
@@ -124,9 +123,8 @@ def _audit(arguments: Sequence[str]) -> int:
 
 
 def _diff(arguments: Sequence[str]) -> int:
-    summary = (
-        "Shows how two checkpoints differ: tensors, config and state. Exit code 1: they differ; 3: one is damaged."
-    )
+    codes = "Exit code 1: they differ; 3: one is damaged."
+    summary = f"Shows how two checkpoints differ: tensors, config and state. {codes}"
     parser = Parser("ckpt diff", summary, usage="A B | RUN --steps N M [--json]")
     two = "two checkpoints, or runs for their newest"
     parser.add_argument("checkpoints", nargs="+", type=path_or_address, metavar="PATH", help=two)
@@ -146,8 +144,7 @@ def _diff(arguments: Sequence[str]) -> int:
     comparison = compare(*(OpenCheckpoint(place.storage, name) for place, name in zip(places, names, strict=True)))
     shown = [place.where(name) for place, name in zip(places, names, strict=True)]
     _print(ckpt_text.compared(shown, comparison))
-    if args.json:
-        emit({"checkpoints": shown, **ckpt_text.compared_json(comparison)})
+    emit({"checkpoints": shown, **ckpt_text.compared_json(comparison)})
     return 0 if comparison.equal else 1
 
 
@@ -206,8 +203,7 @@ def _import(arguments: Sequence[str]) -> int:
 
     imported = import_weights(args.file, args.folder, args.force, args.key, args.prefix)
     echo(imported)
-    if args.json:
-        emit({"file": str(imported.file), "tensors": imported.tensors, "skipped": list(imported.skipped)})
+    emit({"file": str(imported.file), "tensors": imported.tensors, "skipped": list(imported.skipped)})
     return 0
 
 
@@ -224,9 +220,8 @@ def _import_run(args: argparse.Namespace, overrides: Sequence[Override]) -> int:
     trust = args.trust_remote_code
     imported = import_run(args.file, args.folder, loaded.config, name, *options, trust_remote_code=trust)
     echo(imported)
-    if args.json:
-        values = {"run": str(imported.run), "of": str(imported.source), "steps": imported.steps}
-        emit({**values, **asdict(imported.progress), "notes": list(imported.notes)})
+    values = {"run": str(imported.run), "of": str(imported.source), "steps": imported.steps}
+    emit({**values, **asdict(imported.progress), "notes": list(imported.notes)})
     return 0
 
 
@@ -308,6 +303,5 @@ def _print(lines: Sequence[str]) -> None:
 
 def _reported(args: argparse.Namespace, lines: Sequence[str], values: Mapping[str, object]) -> int:
     _print(lines)
-    if args.json:
-        emit({"run": str(args.run), **values})
+    emit({"run": str(args.run), **values})
     return 0

@@ -33,9 +33,8 @@ _PATH_TYPES = ("path", "path_or_address", "run_path")
 def run(arguments: Sequence[str]) -> int:
     """Print the script."""
     parser = Parser("completion", "Prints a shell's completion script for verbs, flags, files and keys.", _EPILOG)
-    parser.add_argument(
-        "shell", choices=shtab.SUPPORTED_SHELLS, metavar="SHELL", help=", ".join(shtab.SUPPORTED_SHELLS)
-    )
+    shells = shtab.SUPPORTED_SHELLS
+    parser.add_argument("shell", choices=shells, metavar="SHELL", help=", ".join(shells))
     args = parser.parse_args(arguments)
     echo(shtab.complete(_tree(), args.shell))
     return 0

@@ -33,9 +33,8 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     if not args.run.exists():
         raise ConfigError(f"there is no folder {args.run}{did_you_mean_run(args.run)}")
-    code, metrics = evaluate_run(
-        args.run, args.ranks, trust_remote_code=args.trust_remote_code, trust_run=args.trust_run
-    )
-    if args.json and metrics is not None:
+    trust = {name: getattr(args, name) for name in ("trust_remote_code", "trust_run")}
+    code, metrics = evaluate_run(args.run, args.ranks, **trust)
+    if metrics is not None:
         emit({"run": str(args.run), "evaluation": metrics})
     return code

@@ -44,8 +44,7 @@ def run(arguments: Sequence[str]) -> int:
     if made.transforms:
         transforms = ", ".join(made.transforms)
         echo(f"note: the file lacks the run's transforms ({transforms}): without them, the model's outputs differ")
-    if args.json:
-        values = {name: getattr(made, name) for name in ("checkpoint", "step", "tensors", "elements")}
-        lists = {"broken": dict(made.broken), "transforms": list(made.transforms)}
-        emit({"run": args.run, **values, "format": made.form, "to": made.target, **lists})
+    values = {name: getattr(made, name) for name in ("checkpoint", "step", "tensors", "elements")}
+    lists = {"broken": dict(made.broken), "transforms": list(made.transforms)}
+    emit({"run": args.run, **values, "format": made.form, "to": made.target, **lists})
     return 0

@@ -14,7 +14,7 @@ from lockstep.cli.launch_command import OF_JOBS, VERBS, job_command
 from lockstep.cli.launch_jobs import find_job, submit_job
 from lockstep.cli.section_flags import add_section, section_of
 from lockstep.core.closest import closest_match
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, Problem, refuse
 from lockstep.core.jobs import HostOptions, LaunchedJob, LaunchPlan, SweepOptions
 from lockstep.core.stopping import undo_on_stop, write_stderr
 from lockstep.core.terminal import command_line, echo
@@ -106,8 +106,7 @@ def _divided(where: str, arguments: Sequence[str], flags: Mapping[str, bool]) ->
         if flag not in flags and flag != "-h":
             problems.append(Problem(flag, "", _meant(where, flag, [*flags])))
         number += 2 if flags.get(flag) and not equals else 1
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return list(arguments[:number]), list(arguments[number:])
 
 

@@ -31,6 +31,5 @@ def run(arguments: Sequence[str]) -> int:
 
     rows = list_runs(args.folder or [Path(), Path(RUNS)])
     echo(describe(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
-    if args.json:
-        emit([row.as_json() for row in rows])
+    emit([row.as_json() for row in rows])
     return 0

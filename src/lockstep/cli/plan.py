@@ -51,8 +51,7 @@ def _measure_modes(args: argparse.Namespace, loaded: LoadedConfig, _: str) -> in
     for row in measured_modes(loaded, args.modes, trust_remote_code=args.trust_remote_code):
         rows.append(row)
         echo(mode_row(row, rows[0]) if len(rows) > 1 else f"{MODES_HEAD}\n{mode_row(row, row)}", flush=True)
-    if args.json:
-        emit({"modes": rows})
+    emit({"modes": rows})
     return 0
 
 
@@ -89,8 +88,7 @@ def _plan(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
         values |= {"predicted": dict(predicted.by_category), "measured": dict(measured.by_category)}
         if not args.json:
             echo(f"\n{describe_measured(predicted, measured, on_cpu=memory.on_cpu)}")
-    if args.json:
-        emit(values)
+    emit(values)
     if args.peak != "none" and rows[0].fails and loaded.config.launch.device != "cpu":
         raise RunFailed(f"the run {rows[0].note}")
     return 0

@@ -124,8 +124,7 @@ def _data(arguments: Sequence[str]) -> int:
     profile = profile_data(loaded, float(args.seconds), update, trust_remote_code=args.trust_remote_code)
     for line in data_lines(profile):
         echo(line)
-    if args.json:
-        emit(asdict(profile))
+    emit(asdict(profile))
     return 0
 
 
@@ -143,8 +142,7 @@ def _memory(arguments: Sequence[str]) -> int:
     profile = memory_of_recipe(loaded, trust_remote_code=args.trust_remote_code)
     for line in memory_lines(profile):
         echo(line)
-    if args.json:
-        emit(memory_record(profile))
+    emit(memory_record(profile))
     return 0
 
 

@@ -23,6 +23,5 @@ def run(arguments: Sequence[str]) -> int:
 
     written = write_report(args.run, args.output, status_of(args.run).sentence)
     echo(written)
-    if args.json:
-        emit({"run": str(args.run), "report": str(written), "finished": is_finished(args.run)})
+    emit({"run": str(args.run), "report": str(written), "finished": is_finished(args.run)})
     return 0

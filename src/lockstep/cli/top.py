@@ -34,6 +34,5 @@ def run(arguments: Sequence[str]) -> int:
     width = shutil.get_terminal_size((120, 24)).columns
     console = Console(width=width, height=_HEIGHT_OF_ONCE, color_system=None)
     console.print(draw(watched, console))
-    if args.json:
-        emit(watched.as_json())
+    emit(watched.as_json())
     return 0

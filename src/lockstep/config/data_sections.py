@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from lockstep.strategies.section import Auto, Fraction, PathText, PlaceText, Positive, Section, without_effect
 
@@ -139,11 +140,9 @@ class BadSamples(Section):
     """skip: seconds after which reading a sample is given up; null: never. A dataset with `__getitems__` has this long
     for a micro-batch."""
 
-    @model_validator(mode="after")
-    def _options_have_an_effect(self) -> BadSamples:
+    def _contradictions(self) -> Iterator[str]:
         if not self.skips and (options := without_effect(self, "policy")):
-            raise ValueError(f"{options} without effect: write policy: skip, too, or leave it out")
-        return self
+            yield f"{options} without effect: write policy: skip, too, or leave it out"
 
     @property
     def skips(self) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.deepspeed_keys import DeepSpeedKey, deepspeed_keys, keys_of
 from lockstep.config.reading import MOST_BYTES
 from lockstep.core.closest import closest_match
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import Problem, refuse
 from lockstep.core.files import read_bounded
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ def check(config: Config, derived: Derived, later: Sequence[str] = ()) -> None:
     problems += [Problem("", f"parallel.{key}", why) for key, why in _wrong_options(config)]
     values = {key: value for key, value in given.items() if key not in later}
     problems += [Problem("", f"{_PLACE}.{each.path}", each.why) for each in _differences(config, derived, "", values)]
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def left_to_deepspeed(config: Config, written: Collection[str]) -> dict[str, Any]:

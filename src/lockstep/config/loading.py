@@ -19,14 +19,14 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from lockstep.config import shape
+from lockstep.config.known_runs import RunConfig, run_of
 from lockstep.config.layers import from_environment, from_flags, merge
 from lockstep.config.override import Override
 from lockstep.config.reading import Items, Leaf, Node, Table, from_python, read_file, to_python
 from lockstep.config.schema import Config
 from lockstep.config.shape import ValueShape
-from lockstep.config.trust import RunConfig, run_of
 from lockstep.config.validation_errors import problems
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, Problem, refuse
 from lockstep.strategies.record import resolved
 from lockstep.strategies.registry import strategies
 
@@ -120,8 +120,7 @@ def _combine(
     written = {".".join(path): node.where for path, node in _written(tree, ())}
     origins = {key: written.get(key, DEFAULT) for key in values(config)}
     odd = [key for key, value in values(config).items() if re.search(r"\\ud[89a-f]", ascii(value))]
-    if odd:  # bytes of a command line
-        raise ConfigError([Problem(origins[key], key, "has bytes that aren't UTF-8; rename it") for key in odd])
+    refuse(Problem(origins[key], key, "has bytes that aren't UTF-8; rename it") for key in odd)  # of a command line
     return LoadedConfig(config, origins, tuple(notes), runs)
 
 
@@ -149,8 +148,7 @@ def _check(tree: Table, errors: list[Problem]) -> Config:
         reported = {problem.where for problem in errors}
         further = [problem for problem in problems(error, tree) if problem.where not in reported]
         raise ConfigError(errors + further) from None
-    if errors:
-        raise ConfigError(errors)
+    refuse(errors)
     return config
 
 

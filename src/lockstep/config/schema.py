@@ -6,6 +6,7 @@ exports all sections.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
@@ -69,11 +70,9 @@ class ModelSection(Section):
     """Initialize weights at random that are missing or have another shape; false: refuse. Not needed for a new head on
     `pretrained`."""
 
-    @model_validator(mode="after")
-    def _partial_needs_init_from(self) -> ModelSection:
+    def _contradictions(self) -> Iterator[str]:
         if self.init_partial and self.init_from is None and getattr(self, "pretrained", None) is None:
-            raise ValueError("init_partial needs init_from: the weights that may be incomplete")
-        return self
+            yield "init_partial needs init_from: the weights that may be incomplete"
 
 
 class TransformerModel(ModelSection):
@@ -99,17 +98,16 @@ class TransformerModel(ModelSection):
     rope_base: Annotated[float, Field(gt=0)] = 10000.0
     """Base of the rotary position embedding (theta); larger for longer sequences."""
 
-    @model_validator(mode="after")
-    def _heads_divide_width(self) -> TransformerModel:
+    def _contradictions(self) -> Iterator[str]:
+        yield from super()._contradictions()
         if self.width % (2 * self.heads):
-            raise ValueError(
+            yield (
                 f"width {self.width} must be an even multiple of heads {self.heads} (rotary embedding turns pairs); "
                 f"the nearest width is {max(1, round(self.width / (2 * self.heads))) * 2 * self.heads}"
             )
         if self.kv_heads is not None and self.heads % self.kv_heads:
             divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
-            raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}: one of {divisors}")
-        return self
+            yield f"kv_heads {self.kv_heads} must divide heads {self.heads}: one of {divisors}"
 
 
 class TextClassifierModel(ModelSection):
@@ -160,11 +158,10 @@ class HuggingFaceModel(ModelSection):
     classes: Positive | None = None
     """Number of classes; null: from the data."""
 
-    @model_validator(mode="after")
-    def _has_origin(self) -> HuggingFaceModel:
+    def _contradictions(self) -> Iterator[str]:
+        yield from super()._contradictions()
         if self.pretrained is None and "model_type" not in (self.architecture or {}):
-            raise ValueError("needs `pretrained`, or an `architecture` with `model_type` (such as bert, gpt2, llama)")
-        return self
+            yield "needs `pretrained`, or an `architecture` with `model_type` (such as bert, gpt2, llama)"
 
 
 class CustomModel(ModelSection):
@@ -306,15 +303,13 @@ class Checkpoint(Section):
     asynchronous: bool = True
     """Save while training continues; false: wait for each save."""
 
-    @model_validator(mode="after")
-    def _options_fit_together(self) -> Checkpoint:
+    def _contradictions(self) -> Iterator[str]:
         if self.keep_every is not None and self.keep_every.unit == "minutes":
-            raise ValueError("keep_every counts steps, samples, tokens or epochs; minutes aren't in a checkpoint")
+            yield "keep_every counts steps, samples, tokens or epochs; minutes aren't in a checkpoint"
         if self.storage is not None and self.folder is not None:
-            raise ValueError("checkpoint.folder and checkpoint.storage exclude each other; leave one out")
+            yield "checkpoint.folder and checkpoint.storage exclude each other; leave one out"
         if self.best is not None and "." not in self.best:
-            raise ValueError(f"best {self.best!r} is not SET.METRIC, such as held-out.loss")
-        return self
+            yield f"best {self.best!r} is not SET.METRIC, such as held-out.loss"
 
 
 class EarlyStoppingConfig(Section):
@@ -329,11 +324,9 @@ class EarlyStoppingConfig(Section):
     mode: Literal["auto", "min", "max"] = "auto"
     """auto: min for a loss or error, max for an accuracy or score, by the metric's name."""
 
-    @model_validator(mode="after")
-    def _names_a_set(self) -> EarlyStoppingConfig:
+    def _contradictions(self) -> Iterator[str]:
         if "." not in self.metric:
-            raise ValueError(f"metric {self.metric!r} is not SET.METRIC, such as held-out.loss")
-        return self
+            yield f"metric {self.metric!r} is not SET.METRIC, such as held-out.loss"
 
 
 class PrometheusConfig(Section):
@@ -387,13 +380,11 @@ class Run(Section):
     """deterministic: bitwise identical on the same machine. invariant: also on any number of data ranks; for `single`
     and `ddp` with a `batch.micro_size`."""
 
-    @model_validator(mode="after")
-    def _one_length(self) -> Run:
+    def _contradictions(self) -> Iterator[str]:
         given = [name for name in ("steps", "samples", "tokens", "epochs") if getattr(self, name) is not None]
         if len(given) != 1:
             many = f"{' and '.join(given)} contradict each other" if given else "the length of the run is missing"
-            raise ValueError(f"{many}; give exactly one of steps, samples, tokens, epochs")
-        return self
+            yield f"{many}; give exactly one of steps, samples, tokens, epochs"
 
 
 _METRICS = ("loss", "perplexity", "accuracy", "bits_per_byte")
@@ -427,45 +418,32 @@ class Config(Section):
     """Transforms of the model, applied before sharding (`lockstep.extend.Transform`)."""
     run: Run
 
-    @model_validator(mode="after")
-    def _in_backward_alone(self) -> Config:
+    def _contradictions(self) -> Iterator[str]:
         if (why := refusal_in_backward(self)) is not None:
-            raise ValueError(why)
-        return self
-
-    @model_validator(mode="after")
-    def _compiles(self) -> Config:
+            yield why
         if self.memory.activation_checkpointing.mode == "budget" and not self.model.compile:
-            raise ValueError("memory.activation_checkpointing.mode budget needs model.compile: true")
+            yield "memory.activation_checkpointing.mode budget needs model.compile: true"
         if self.memory.loss_chunk is not None and self.model.compile:
-            raise ValueError("memory.loss_chunk and model.compile don't go together; leave one out")
-        return self
-
-    @model_validator(mode="after")
-    def _best_is_known(self) -> Config:
+            yield "memory.loss_chunk and model.compile don't go together; leave one out"
         if self.run.end_with == "best" and self.checkpoint.best is None:
-            raise ValueError("run.end_with best needs checkpoint.best: a metric such as held-out.loss")
+            yield "run.end_with best needs checkpoint.best: a metric such as held-out.loss"
         if self.checkpoint.best is not None:
-            self._refuse_unknown_metric("checkpoint.best", self.checkpoint.best)
-        return self
-
-    @model_validator(mode="after")
-    def _early_stopping_is_possible(self) -> Config:
+            yield from self._unknown_metric("checkpoint.best", self.checkpoint.best)
         if (stopping := self.monitor.early_stopping) is not None:
-            self._refuse_unknown_metric("monitor.early_stopping.metric", stopping.metric)
+            yield from self._unknown_metric("monitor.early_stopping.metric", stopping.metric)
             if self.evaluation.every is None:
-                raise ValueError("monitor.early_stopping needs evaluation.every, for example `100 steps`")
-        return self
+                yield "monitor.early_stopping needs evaluation.every, for example `100 steps`"
 
-    def _refuse_unknown_metric(self, key: str, name: str) -> None:
+    def _unknown_metric(self, key: str, name: str) -> Iterator[str]:
         sets = [evaluation for evaluation in self.data.evaluation if name.startswith(f"{evaluation}.")]
         if not sets:
             known = ", ".join(self.data.evaluation) or "none"
-            raise ValueError(f"{key} {name} names no set of data.evaluation, which has: {known}")
+            yield f"{key} {name} names no set of data.evaluation, which has: {known}"
+            return
         metric = name.removeprefix(f"{max(sets, key=len)}.")
         custom = self.objective.kind in ("custom", "given") or self.model.kind in ("custom", "given")
         if not custom and metric not in _METRICS:
-            raise ValueError(f"{key}: no evaluation has the metric {metric!r}; {did_you_mean(metric, _METRICS)}")
+            yield f"{key}: no evaluation has the metric {metric!r}; {did_you_mean(metric, _METRICS)}"
 
 
 def refusal_in_backward(config: Config) -> str | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from lockstep.strategies.section import Auto, Fraction, PathText, Positive, Section, without_effect
 
@@ -29,14 +29,12 @@ class BadNumbers(Section):
     """rollback: steps, up to the bad one, whose samples are left out. The run resumes from the newest checkpoint or
     snapshot before them."""
 
-    @model_validator(mode="after")
-    def _options_have_an_effect(self) -> BadNumbers:
+    def _contradictions(self) -> Iterator[str]:
         if self.rollback_steps != type(self).model_fields["rollback_steps"].default and not self.rolls_back:
-            raise ValueError(
+            yield (
                 f"rollback_steps {self.rollback_steps} is for nonfinite: rollback and spike: rollback; write one of "
                 "them, or leave it out"
             )
-        return self
 
     @property
     def rolls_back(self) -> bool:
@@ -54,26 +52,23 @@ class BatchConfig(Section):
     out."""
 
 
-def _settle_target(section: ObjectiveConfig | Optim, selector: str) -> None:
-    """Let `target` select `custom`. Raise ValueError if they contradict each other."""
+def _settle_target(section: ObjectiveConfig | Optim, selector: str) -> Iterator[str]:
+    """Let `target` select `custom`. Yield why they contradict each other."""
     if section.target is not None and selector not in section.model_fields_set:
         object.__setattr__(section, selector, "custom")  # the section is frozen, and not yet anyone's
     selected = getattr(section, selector)
     if selected == "custom" and section.target is None:
-        raise ValueError(f"{selector} custom needs `target`: module:Name or path/to/file.py:Name")
+        yield f"{selector} custom needs `target`: module:Name or path/to/file.py:Name"
     if selected != "custom" and section.target is not None:
-        raise ValueError(
-            f"{selector} is {selected}, and `target` names code of your own; write {selector}: custom, or drop target"
-        )
+        yield f"{selector} is {selected}, and `target` names code of your own; write {selector}: custom, or drop target"
 
 
-def _refuse_unused(section: ObjectiveConfig | Optim, selector: str, keys: Iterable[str], remedy: str) -> None:
-    """Raise ValueError if the section selects user code, and sets keys that don't apply to it."""
+def _unused(section: ObjectiveConfig | Optim, selector: str, keys: Iterable[str], remedy: str) -> Iterator[str]:
+    """Yield which keys don't apply to the user code that the section selects."""
     selected = getattr(section, selector)
-    if selected in ("custom", "given") and (
-        unused := [key for key in keys if getattr(section, key) != type(section).model_fields[key].default]
-    ):
-        raise ValueError(f"{' and '.join(unused)} without effect: {selector} is {selected}; {remedy}")
+    unused = [key for key in keys if getattr(section, key) != type(section).model_fields[key].default]
+    if selected in ("custom", "given") and unused:
+        yield f"{' and '.join(unused)} without effect: {selector} is {selected}; {remedy}"
 
 
 class ObjectiveConfig(Section):
@@ -89,11 +84,9 @@ class ObjectiveConfig(Section):
     arguments: dict[str, Any] = {}
     """Keyword arguments for `target`."""
 
-    @model_validator(mode="after")
-    def _target_if_custom(self) -> ObjectiveConfig:
-        _settle_target(self, "kind")
-        _refuse_unused(self, "kind", ["label_smoothing"], "smooth in your objective")
-        return self
+    def _contradictions(self) -> Iterator[str]:
+        yield from _settle_target(self, "kind")
+        yield from _unused(self, "kind", ["label_smoothing"], "smooth in your objective")
 
 
 class ParameterRule(Section):
@@ -145,20 +138,18 @@ class Optim(Section):
     """Apply each gradient in the backward, and free it. For `single`, without clipping, fp16 and accumulation; a
     gradient that isn't finite ends the run."""
 
-    @model_validator(mode="after")
-    def _options_fit_the_optimizer(self) -> Optim:
-        _settle_target(self, "name")
-        _refuse_unused(self, "name", _OPTIONS, "pass it to your optimizer")
+    def _contradictions(self) -> Iterator[str]:
+        yield from _settle_target(self, "name")
+        yield from _unused(self, "name", _OPTIONS, "pass it to your optimizer")
         if self.in_backward and self.clip_norm is not None:
-            raise ValueError(
+            yield (
                 f"in_backward applies gradients before the norm of all is known, and clip_norm {self.clip_norm:g} "
                 "needs it; write clip_norm: null, or in_backward: false"
             )
         if self.nesterov and self.name == "sgd" and self.momentum == 0:
-            raise ValueError("nesterov needs a momentum above 0; the usual one is 0.9")
+            yield "nesterov needs a momentum above 0; the usual one is 0.9"
         if self.nesterov and self.name != "sgd":
-            raise ValueError(f"nesterov is an option of sgd; {self.name} would ignore it")
-        return self
+            yield f"nesterov is an option of sgd; {self.name} would ignore it"
 
 
 class Schedule(Section):
@@ -177,18 +168,16 @@ class Schedule(Section):
     final_ratio: Fraction = 0.0
     """Final learning rate, as a fraction of the peak."""
 
-    @model_validator(mode="after")
-    def _one_warmup(self) -> Schedule:
+    def _contradictions(self) -> Iterator[str]:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ValueError("warmup_steps and warmup_ratio set the same thing; keep one")
+            yield "warmup_steps and warmup_ratio set the same thing; keep one"
         if self.kind == "given" and (options := without_effect(self, "kind")):
-            raise ValueError(f"{options} without effect: kind is given, a function that replaces the whole schedule")
+            yield f"{options} without effect: kind is given, a function that replaces the whole schedule"
         if self.kind == "warmup-stable-decay" and (self.warmup_ratio or 0.0) + self.decay_ratio > 1:
-            raise ValueError(
+            yield (
                 f"warmup_ratio {self.warmup_ratio} + decay_ratio {self.decay_ratio} is more than the whole run; "
                 f"decay_ratio can be {1 - (self.warmup_ratio or 0.0):g} at most"
             )
-        return self
 
 
 class LossScale(Section):
@@ -231,15 +220,11 @@ class ActivationCheckpointing(Section):
     budget: Fraction = 0.5
     """budget: fraction of the activations' memory that may be kept."""
 
-    @model_validator(mode="after")
-    def _options_fit_the_mode(self) -> ActivationCheckpointing:
+    def _contradictions(self) -> Iterator[str]:
         for name, modes in _OPTIONS_OF_MODES.items():
             value = getattr(self, name)
             if value != type(self).model_fields[name].default and self.mode not in modes:
-                raise ValueError(
-                    f"{name} {value} is an option of mode {' or '.join(modes)}; {self.mode} would ignore it"
-                )
-        return self
+                yield f"{name} {value} is an option of mode {' or '.join(modes)}; {self.mode} would ignore it"
 
 
 _OPTIONS_OF_MODES = {
@@ -298,17 +283,13 @@ class ProfileConfig(Section):
     flops: bool = False
     """Estimate the FLOPs of matrix products and convolutions."""
 
-    @model_validator(mode="after")
-    def _steps_are_a_range(self) -> ProfileConfig:
+    def _contradictions(self) -> Iterator[str]:
         if self.steps is not None:
             first, last = step_range(self.steps)
             if self.active is not None and self.active > last - first + 1:
-                raise ValueError(
-                    f"active {self.active} is more than the {last - first + 1} updates of steps {self.steps}"
-                )
+                yield f"active {self.active} is more than the {last - first + 1} updates of steps {self.steps}"
         if self.ranks == ():
-            raise ValueError("ranks is empty; name ranks such as [0], or all")
-        return self
+            yield "ranks is empty; name ranks such as [0], or all"
 
 
 NOTICES = ("aws", "gcp", "azure")
@@ -354,15 +335,13 @@ class Watchdog(Section):
     """Instead of `end_after` at the start, at the end, and between steps of your own loop; at least twice `other`.
     Null: it is only reported."""
 
-    @model_validator(mode="after")
-    def _limits_have_an_effect(self) -> Watchdog:
+    def _contradictions(self) -> Iterator[str]:
         if not self.enabled and (limits := without_effect(self, "enabled")):
-            raise ValueError(f"{limits} without effect: enabled is false; leave one of them out")
+            yield f"{limits} without effect: enabled is false; leave one of them out"
         for end, least in (("end_after", "least"), ("end_start_after", "other")):
             seconds, named = getattr(self, end), getattr(self, least)
             if seconds not in (None, type(self).model_fields[end].default) and seconds < named:
-                raise ValueError(f"{end} {seconds:g} is less than {least}: write {2 * named:g} or more, or null")
-        return self
+                yield f"{end} {seconds:g} is less than {least}: write {2 * named:g} or more, or null"
 
 
 class Recovery(Section):

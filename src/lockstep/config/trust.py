@@ -1,48 +1,34 @@
 """Decides whether a config may be acted on, before anything is imported, set, opened or written.
 
-    a file of the user, overrides, Python     yes
-    a run that this user has started here     yes; the values hidden in its config are restored
-    any other run                             what reaches out of its folder is listed; --trust-run allows it
-
-A run is known by $XDG_STATE_HOME/lockstep/runs/ID.json (by default in ~/.local/state), which only this user can read
-and write: the config's hash, where the code is that it names, and hidden values. `config.yaml` and `environment.json`
-in the run's folder can be forged.
+a file of the user, overrides, Python     yes
+a run that this user has started here     yes; the values hidden in its config are restored
+any other run                             what reaches out of its folder is listed; --trust-run allows it
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lockstep.config.reading import Table, to_python
+from lockstep.config.known_runs import RUN_ID, Keys, KnownRun, configs_of, digest_of, remember, why_forgetful
+from lockstep.config.loading import LoadedConfig, validate
 from lockstep.config.schema import Config
 from lockstep.config.shape import ANYTHING, ValueShape, fields
 from lockstep.config.writing import hidden_in, plain_yaml, to_plain, to_public
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, Problem, refuse
 from lockstep.core.extensions import locate
-from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
 from lockstep.core.secrets import is_harmless_variable, is_hidden
 from lockstep.core.terminal import plain_line
 from lockstep.core.tracking import TRACKERS
 from lockstep.stores.addresses import is_address
 from lockstep.strategies.section import Section
 
-if TYPE_CHECKING:
-    from lockstep.config.loading import LoadedConfig
-
 GIVEN = "given"  # stands in a config for an object that is passed in Python
-CONFIG = "config.yaml"
-ENVIRONMENT = "environment.json"
-
-Keys = tuple[str, ...]
+_MOST_CONFIGS = 4  # per run: resuming it under other overrides makes another
 
 
 # --- what reaches out of a run's folder ---------------------------------------------------------------------------
@@ -196,7 +182,7 @@ def approved(loaded: LoadedConfig, *, trusted: bool, writes: bool = False) -> Co
     if reasons := [] if trusted else list(_unapproved(loaded, writes)):
         shown = "".join(f"\n  {place}: {plain_line(demand)}" for place, demand in reasons)
         runs = ", ".join(dict.fromkeys(plain_line(run.name) for run in loaded.runs))
-        why = _why_forgetful()
+        why = why_forgetful()
         whose = f"of a run that isn't known as yours ({why})" if why else "of a run that you have not started here"
         raise ConfigError(
             f"{runs} is the config {whose}, and it runs code or reaches out of the run's folder:{shown}\n"
@@ -233,8 +219,6 @@ _VARIABLES = ("launch", "environment")
 
 def _with_hidden_values(loaded: LoadedConfig) -> Config:
     """Return the config with its hidden values, without hidden variables that this process has."""
-    from lockstep.config.loading import validate
-
     known = {path: value for run in loaded.runs if run.known is not None for path, value in run.known.hidden.items()}
     unknown: list[Keys] = []
 
@@ -253,8 +237,7 @@ def _with_hidden_values(loaded: LoadedConfig) -> Config:
 
     plain = to_plain(loaded.config)
     values = restored(plain, ())
-    if unknown:
-        raise ConfigError(list(map(_unknown, unknown)))
+    refuse(map(_unknown, unknown))
     return loaded.config if values == plain else validate(values).config
 
 
@@ -265,155 +248,27 @@ def _unknown(path: Keys) -> Problem:
     return Problem("", key, f"{why}; {variable}give --{key} VALUE")
 
 
-# --- the runs of this user ----------------------------------------------------------------------------------------
-
-_WRITTEN_WITH_IT = (ENVIRONMENT, "metrics.jsonl", "events.jsonl", "summary.json")
-_LOCK = "run.lock"
-_ID = re.compile(r"[0-9a-f]{32}")
-_MOST_CONFIGS = 4  # per run: resuming it under other overrides makes another
-
-
-@dataclass(frozen=True, slots=True)
-class KnownRun:
-    """The record of a run of this user: location of each target, and hidden values by path."""
-
-    code: Mapping[str, str] = field(default_factory=dict)
-    hidden: Mapping[Keys, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class RunConfig:
-    """A config file of a run's folder; `known` None: the run is foreign."""
-
-    name: str
-    run: Path
-    known: KnownRun | None
-
-    def holds(self, origin: str | None) -> bool:
-        """Return whether a value with this origin was, or may have been, written in this file."""
-        return origin is None or re.fullmatch(re.escape(self.name) + r"(:\d+:\d+)?", origin) is not None
-
-
-def run_of(file: Path, tree: Table, *, named: bool) -> RunConfig | None:
-    """Return a config file as a run's, if it is one; `named`: the run's folder was named, and the file is in it."""
-    run = file.absolute().parent if named else run_around(file)
-    if run is None:
-        return None
-    run_id = id_of_run(run) if file.resolve() == (run / CONFIG).resolve() else None
-    known = known_as(run_id, to_python(tree)) if run_id is not None else None
-    return RunConfig(str(file), run, known)
-
-
-def run_around(file: Path) -> Path | None:
-    """Return the run's folder that contains a file at any depth, by its path or through links, if any.
-
-    A folder with only a config.yaml may be a project, and doesn't count.
-    """
-    ways = (Path(file).absolute(), Path(file).resolve())
-    return next((above for way in ways for above in way.parents if _looks_like_a_run(above)), None)
-
-
-def _looks_like_a_run(folder: Path) -> bool:
-    written = any(os.path.lexists(folder / name) for name in _WRITTEN_WITH_IT)
-    return os.path.lexists(folder / _LOCK) or (os.path.lexists(folder / CONFIG) and written)
+# --- the record of a run ------------------------------------------------------------------------------------------
 
 
 def recorded(config: Config, run_id: str) -> str:
     """Return the text of a run's config.yaml, without secrets, and record that this user has started the run."""
     public = to_public(config)
-    if not _ID.fullmatch(run_id):  # of a checkpoint that another program has written
+    if not RUN_ID.fullmatch(run_id):  # of a checkpoint that another program has written
         return plain_yaml(public)
-    configs = _configs_of(run_id)
-    digest = _digest(public)
+    configs = configs_of(run_id)
+    digest = digest_of(public)
     others = {name: record for name, record in configs.items() if name != digest}
     code = {target: locate(target) for target in code_in(config).values()}
     kept = {**others, digest: {"code": code, "hidden": [[list(path), value] for path, value in hidden_in(config)]}}
     if kept != configs:  # else a run that resumes is known already
-        _remember(run_id, {"configs": dict(list(kept.items())[-_MOST_CONFIGS:])})
+        remember(run_id, {"configs": dict(list(kept.items())[-_MOST_CONFIGS:])})
     return plain_yaml(public)
 
 
 def unremembered(config: Config, run: Path) -> list[str]:
     """Return the note that this start won't be known later, if the run will need that."""
-    problem = _why_forgetful()
+    problem = why_forgetful()
     if problem is None or not (hidden_in(config) or any(reaching(config, run))):
         return []
     return [f"{problem}; nobody can know later that you have started this run, so resume its folder with --trust-run"]
-
-
-def known_as(run_id: str, values: object) -> KnownRun | None:
-    """Return the record of a run that this user has started here under this config."""
-    record = _configs_of(run_id).get(_digest(values)) if _ID.fullmatch(run_id) else None
-    if not isinstance(record, dict):
-        return None
-    return KnownRun(record.get("code", {}), {tuple(path): value for path, value in record.get("hidden", ())})
-
-
-def id_of_run(run: Path) -> str | None:
-    """Return the id of the run in this folder, if it has one."""
-    try:
-        run_id = json.loads(read_bounded(run / ENVIRONMENT, MAX_JSON_BYTES)).get("run")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
-    return run_id if isinstance(run_id, str) and run_id else None
-
-
-def _digest(values: object) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
-
-
-_MOST_RUNS = 1000
-
-
-def _remember(run_id: str, record: Mapping[str, Any]) -> None:
-    """Store the record of a run, if possible, and forget the oldest of too many."""
-    with suppress(OSError):
-        if (folder := _known_runs()) is not None:
-            write_atomically(folder / f"{run_id}.json", json.dumps(record), durable=False)
-            for path in sorted(folder.iterdir(), key=lambda path: path.lstat().st_mtime)[:-_MOST_RUNS]:
-                path.unlink()
-
-
-def _configs_of(run_id: str) -> dict[str, Any]:
-    """Return the records of a run by the digests of its configs; empty if other users could have written them."""
-    try:
-        folder = _known_runs(make=False)
-        content = {} if folder is None else json.loads(read_bounded(folder / f"{run_id}.json", MAX_JSON_BYTES))
-        configs = content.get("configs")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return {}
-    return configs if isinstance(configs, dict) else {}
-
-
-def _why_forgetful() -> str | None:
-    """Return why runs can't be remembered here; None if they can."""
-    try:
-        folder = _known_runs()
-    except OSError as error:
-        return f"{error.filename} can't be written: {error.strerror}"
-    if folder is None:
-        return f"{_state_root() or 'HOME'} isn't a folder of this user's alone"
-    return None if os.access(folder, os.W_OK) else f"{folder} can't be written"
-
-
-def _known_runs(*, make: bool = True) -> Path | None:
-    """Return the folder of the records; None if another user owns it, or can read or write it."""
-    if (root := _state_root()) is None:
-        return None
-    folder = root / "lockstep" / "runs"
-    if make:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    is_private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
-    return folder if is_private else None
-
-
-def _state_root() -> Path | None:
-    root = os.environ.get("XDG_STATE_HOME", "")
-    if os.path.isabs(root):  # the specification ignores a relative one
-        return Path(root)
-    try:
-        return Path.home() / ".local" / "state"
-    except RuntimeError:
-        return None

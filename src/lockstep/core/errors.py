@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -170,6 +170,12 @@ class ConfigError(Failure):
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...], FailureKind]]:
         return type(self), (self.problems, self.kind)
+
+
+def refuse(problems: Iterable[Problem]) -> None:
+    """Raise ConfigError with all of these problems, if there are any."""
+    if all_problems := tuple(problems):
+        raise ConfigError(all_problems)
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

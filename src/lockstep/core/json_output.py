@@ -10,39 +10,38 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-_kept: list[str] = []
-_diverted: Any = None  # the stream that replaces stdout inside `json_only`
+_kept: list[str] | None = None  # the documents of `json_only`; None outside of it
 
 
 def emit(value: Any, *, indent: int | None = None) -> None:
-    """Print `value` as JSON; inside `json_only`, at its end."""
-    _kept.append(json.dumps(_finite(value), default=str, indent=indent, allow_nan=False))
-    if sys.stdout is not _diverted:
-        _print_kept()
+    """Print `value` as JSON at the end of `json_only`; outside of it, which is without `--json`, do nothing."""
+    if _kept is not None:
+        _kept.append(json.dumps(_finite(value), default=str, indent=indent, allow_nan=False))
 
 
 @contextmanager
 def json_only(wanted: bool) -> Iterator[None]:
     """Send what this process and its children print in the block to stderr; then print what `emit` got on stdout."""
-    global _diverted
+    global _kept
     if not wanted:
         yield
         return
-    stdout, saved = sys.stdout, None
+    stdout, saved, kept = sys.stdout, None, list[str]()
     stdout.flush()
     with suppress(OSError):  # one of them is closed
         saved = os.dup(1)
         os.dup2(2, 1)
-    sys.stdout = _diverted = sys.stderr
+    sys.stdout, _kept = sys.stderr, kept
     try:
         yield
     finally:
         sys.stderr.flush()
-        sys.stdout, _diverted = stdout, None
+        sys.stdout, _kept = stdout, None
         if saved is not None:
             os.dup2(saved, 1)
             os.close(saved)
-        _print_kept()
+        for text in kept:
+            print(text, flush=True)
 
 
 def _finite(value: Any) -> Any:
@@ -51,9 +50,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(part) for key, part in value.items()}
     return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def _print_kept() -> None:
-    kept, _kept[:] = list(_kept), []
-    for text in kept:
-        print(text, flush=True)

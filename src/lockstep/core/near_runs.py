@@ -72,9 +72,8 @@ _UNMERGED = (
 
 def not_a_run(path: Path) -> ConfigError:
     """Return the error about a path at which there is no run."""
-    return ConfigError(
-        f"{path} is not the folder of a run: it has neither {' nor '.join(_FILES)}{did_you_mean_run(path)}"
-    )
+    neither = " nor ".join(_FILES)
+    return ConfigError(f"{path} is not the folder of a run: it has neither {neither}{did_you_mean_run(path)}")
 
 
 def nearest_run(path: Path) -> Path | None:

@@ -48,9 +48,8 @@ def keep_freed_memory() -> bool:
     if sys.platform != "linux" or any(name in os.environ for name in _MALLOC_SETTINGS):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
-    return mallopt is not None and all(
-        mallopt(option, value) == 1 for option, value in ((_MMAP_THRESHOLD, _LARGEST), (_TRIM_THRESHOLD, _KEPT))
-    )
+    settings = ((_MMAP_THRESHOLD, _LARGEST), (_TRIM_THRESHOLD, _KEPT))
+    return mallopt is not None and all(mallopt(option, value) == 1 for option, value in settings)
 
 
 @contextmanager

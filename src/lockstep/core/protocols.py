@@ -117,13 +117,22 @@ class GradientStep(Protocol):
         return
 
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
-        """Return the context of a micro-batch's forward and backward; only in the last one gradients are reduced."""
+        """Return the context of a micro-batch's forward and backward; only in the last one gradients are reduced.
+
+        `NO_CONTEXT` by default.
+        """
+        return NO_CONTEXT
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         """Accumulate the gradient of `seed` x `loss`, both 0-dim; called inside a `sync_context`."""
 
     def parameters_without_gradient(self) -> list[str]:
-        """Return the names of the trained parameters that no backward of the first update has reached."""
+        """Return the names of the trained parameters that no backward of the first update has reached.
+
+        By default those of `module` without a gradient.
+        """
+        named = self.module.named_parameters()
+        return [name for name, each in named if each.requires_grad and each.grad is None]
 
     def squared_norm(self) -> Tensor:
         """Return the squared 2-norm of the gradient summed over ranks: 0-dim, identical on every rank. Collective."""

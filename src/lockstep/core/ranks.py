@@ -9,10 +9,10 @@ LOCKSTEP_ADDRESS    this host's address on the network on which the launchers ha
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, Problem, refuse
 
 STORE_FD = "LOCKSTEP_STORE_FD"
 LAUNCHER = "LOCKSTEP_LAUNCHER"
@@ -80,8 +80,7 @@ class RankEnvironment:
             launch_id=environ.get("TORCHELASTIC_RUN_ID", ""),
             one_machine=world_size == 1 or local == str(world_size) or (is_loopback and environ.get(NODES, "1") == "1"),
         )
-        if problems := environment._contradictions():
-            raise ConfigError(problems)
+        refuse(environment._contradictions())
         return environment
 
     def variables(self) -> dict[str, str]:
@@ -96,7 +95,7 @@ class RankEnvironment:
         }
         return variables if self.store_fd is None else {**variables, STORE_FD: str(self.store_fd)}
 
-    def _contradictions(self) -> list[Problem]:
+    def _contradictions(self) -> Iterator[Problem]:
         limits = {
             "WORLD_SIZE": (self.world_size, 1, self.world_size),
             "RANK": (self.rank, 0, self.world_size - 1),
@@ -104,11 +103,9 @@ class RankEnvironment:
             "LOCAL_RANK": (self.local_rank, 0, self.local_world_size - 1),
             "MASTER_PORT": (self.master_port, 0, 65535),
         }
-        return [
-            _problem(name, f"is {value}, but with WORLD_SIZE {self.world_size} it is from {low} to {high}")
-            for name, (value, low, high) in limits.items()
-            if not low <= value <= high
-        ]
+        for name, (value, low, high) in limits.items():
+            if not low <= value <= high:
+                yield _problem(name, f"is {value}, but with WORLD_SIZE {self.world_size} it is from {low} to {high}")
 
 
 def names_a_rank(environ: Mapping[str, str]) -> bool:

@@ -83,10 +83,9 @@ def names_a_secret(name: str) -> bool:
     """Return whether a variable, flag or key of this name is likely to hold a secret."""
     if name in _NO_SECRETS:
         return False
-    words = [part.lower() for part in _PARTS.findall(name)]
-    return _ANYWHERE.search(name) is not None or any(
-        word in _WORDS or (len(word) > 3 and word.endswith("key")) for word in words
-    )
+    words = map(str.lower, _PARTS.findall(name))
+    has_word = any(word in _WORDS or (len(word) > 3 and word.endswith("key")) for word in words)
+    return has_word or _ANYWHERE.search(name) is not None
 
 
 def is_harmless_variable(name: str) -> bool:

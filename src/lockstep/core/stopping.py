@@ -18,6 +18,8 @@ import signal
 import sys
 from contextlib import contextmanager, suppress
 from functools import partial
+from math import inf
+from time import monotonic
 
 TYPE_CHECKING = False  # importing `typing` takes longer than the rest of this module
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ _INHERITED_IF_IGNORED = (signal.SIGINT, signal.SIGHUP)  # by a job in the backgr
 _SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
 _CODE, _CODE_OF_SCHEDULERS = 130, 75  # of `core.errors.Stopped` and `Paused`, which would have to be imported
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_SAME_REQUEST = 0.5  # seconds: signals this close are one request (timeout(1) and shells signal process and group)
 
 _undo_steps: list[Callable[[], None]] = []
 _codes: list[int] = []
@@ -61,6 +64,66 @@ class StartHandler:
             self._act(number)
         else:
             die_of(number)
+
+
+class SignalRequests:
+    """Numbers of requests by signals to stop, or to save and continue, here and on other hosts.
+
+    `fileno` is readable when there are new ones here.
+
+    Attributes:
+        passed_saves: Requests to save that ranks have received, of this round or one before.
+        last_stop: The last signal that requested a stop.
+        patience: Seconds that the ranks have to stop after the first request.
+    """
+
+    def __init__(self, patience: float = inf) -> None:
+        self.patience = patience
+        self.own_stops = self.own_saves = self.passed_saves = self.other_stops = self.other_saves = 0
+        self.last_stop: signal.Signals | None = None
+        self._stopped_at = -inf
+        self._read, self._write = os.pipe()
+        for end in (self._read, self._write):
+            os.set_blocking(end, False)
+
+    @property
+    def stops(self) -> int:
+        """Number of requests to stop; a scheduler's signal to each host is one."""
+        return max(self.own_stops, self.other_stops)
+
+    @property
+    def saves(self) -> int:
+        return self.own_saves + self.other_saves
+
+    def fileno(self) -> int:
+        return self._read
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Handle a stop signal. After SIGUSR1, a scheduler's warning, the limit's own signal is the same request."""
+        now, stop = monotonic(), signal.Signals(number)
+        warned = self.last_stop is signal.SIGUSR1 and stop is not signal.SIGUSR1
+        if now - self._stopped_at >= _SAME_REQUEST:
+            self._stopped_at, self.last_stop = now, stop
+            self.own_stops += not warned
+        self._wake()
+
+    def save(self, number: int, frame: FrameType | None) -> None:
+        """Handle a save signal."""
+        self.own_saves += 1
+        self._wake()
+
+    def drain(self) -> None:
+        with suppress(BlockingIOError):
+            while os.read(self._read, 64):
+                pass
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # the pipe is full: the launcher wakes anyway
+            os.write(self._write, b"!")
 
 
 def no_effect(number: int, frame: FrameType | None) -> None:

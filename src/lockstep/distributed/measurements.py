@@ -105,9 +105,8 @@ def _timed_collective(world: World, operation: str, elements: int) -> TimedColle
         seconds = _median(world, call)
     answers: list[Any] = world.axis.gather((seconds, right))
     slowest, all_right = max(answer[0] for answer in answers), all(answer[1] for answer in answers)
-    return TimedCollective(
-        operation, 4 * elements, slowest, bus_factor(operation.replace("-", "_"), world.size), all_right
-    )
+    factor = bus_factor(operation.replace("-", "_"), world.size)
+    return TimedCollective(operation, 4 * elements, slowest, factor, all_right)
 
 
 def timed_pairs(world: World, pairs: Sequence[tuple[int, int]], size: int) -> list[TimedPair]:

@@ -90,25 +90,17 @@ def mesh_position(mesh: Mesh, world: World) -> MeshPosition:
         return MeshPosition(mesh, coordinates, share, mesh.shares, LocalGroup(), world.axis, LocalGroup(), ring)
     from torch.distributed.device_mesh import init_device_mesh  # takes 0.5 s to import
 
-    axes = ("pipeline", "data", "shard", "tensor")
-    sizes = tuple(getattr(mesh, axis) for axis in axes)
-    device_mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=axes)
+    names = ("pipeline", "data", "shard", "tensor")
+    sizes = tuple(getattr(mesh, name) for name in names)
+    device_mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
 
     def axis_of(name: str) -> Axis:
         group = device_mesh.get_group(name)
         return RankGroup(group) if group.size() > 1 else LocalGroup()
 
-    return MeshPosition(
-        mesh,
-        coordinates,
-        share=share,
-        shares=mesh.shares,
-        pipeline=axis_of("pipeline"),
-        data=axis_of("data"),
-        tensor=axis_of("tensor"),
-        data_parallel_group=device_mesh["data", "shard"]._flatten().get_group(),
-        device_mesh=device_mesh,
-    )
+    group = device_mesh["data", "shard"]._flatten().get_group()
+    pipeline, data, tensor = map(axis_of, ("pipeline", "data", "tensor"))
+    return MeshPosition(mesh, coordinates, share, mesh.shares, pipeline, data, tensor, None, group, device_mesh)
 
 
 def stage_pair(position: MeshPosition, first: int, last: int) -> Axis:

@@ -262,20 +262,9 @@ def _world(environment: RankEnvironment, device: torch.device, backend: str, tim
     axis: Axis = RankGroup(group) if size > 1 else LocalGroup()
     store = dist.distributed_c10d._get_default_store()
     exchange = StoreExchange(store, rank, size, wakes=wakes, timeout=timeout) if size > 1 else None
-    kept = _launcher_store(environment, timedelta(seconds=timeout))
-    return World(
-        axis,
-        rank,
-        size,
-        environment.local_rank,
-        environment.local_world_size,
-        device,
-        backend,
-        exchange,
-        kept,
-        _clock(device),
-        NoticeBoard(store, rank, size),
-    )
+    kept, notices = _launcher_store(environment, timedelta(seconds=timeout)), NoticeBoard(store, rank, size)
+    here = environment.local_rank, environment.local_world_size
+    return World(axis, rank, size, *here, device, backend, exchange, kept, _clock(device), notices)
 
 
 def _clock(device: torch.device) -> PhaseClock:
@@ -303,14 +292,9 @@ def _make_group(environment: RankEnvironment, backend: str, device: torch.device
         refuse_shared_devices(store, environment.rank, environment.world_size, device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's advice on device_id, which is given where it applies
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=environment.rank,
-                world_size=environment.world_size,
-                timeout=limit,
-                device_id=device if backend == "nccl" else None,
-            )
+            rank, size = environment.rank, environment.world_size
+            bound = device if backend == "nccl" else None
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=bound)
     except (RuntimeError, ValueError, OSError) as error:
         place = f"{environment.master_addr}:{environment.master_port}"
         who = f"rank {environment.rank} could not join the other {environment.world_size - 1} ranks"
@@ -391,17 +375,10 @@ def _launcher_store(environment: RankEnvironment, limit: timedelta) -> Store | N
 
 
 def _connected(environment: RankEnvironment, limit: timedelta) -> Store:
-    address = environment.master_addr, environment.master_port
+    address, ranks = (environment.master_addr, environment.master_port), environment.world_size
     if address not in _stores:
-        _stores[address] = TCPStore(
-            environment.master_addr,
-            environment.master_port,
-            environment.world_size,
-            environment.keeps_store,
-            timeout=limit,
-            wait_for_workers=False,
-            master_listen_fd=_listening(environment),
-        )
+        options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": _listening(environment)}
+        _stores[address] = TCPStore(*address, ranks, environment.keeps_store, timeout=limit, **options)
     return _stores[address]
 
 

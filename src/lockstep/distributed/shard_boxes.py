@@ -48,9 +48,8 @@ class Box:
     def meets(self, other: Box) -> Box | None:
         """Return the intersection; None: it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
-        ends = [
-            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        ]
+        dims = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        ends = [min(a + n, b + m) for a, n, b, m in dims]
         sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
         return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
@@ -341,9 +340,8 @@ def full_tensor(tensor: Any) -> Tensor:
         return flat.view(tensor.shape)
     if isinstance(tensor, ShardLike):
         tensor = tensor.as_dtensor()
-    if (
-        tensor.device_mesh.device_type != tensor.to_local().device.type
-    ):  # offloaded to the host, where nccl can't gather
+    # offloaded to the host, where nccl can't gather
+    if tensor.device_mesh.device_type != tensor.to_local().device.type:
         moved = as_shard_of(tensor, tensor.to_local().to(tensor.device_mesh.device_type))
         return full_tensor(moved).to(tensor.to_local().device)
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]

@@ -31,13 +31,12 @@ from lockstep.core.control_groups import WhyKilled
 from lockstep.core.errors import Failure, Problem, RunFailed, Stopped, message_of, named_ranks
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.formatting import counted
-from lockstep.core.stopping import blocked_signals
+from lockstep.core.stopping import SignalRequests, blocked_signals
 from lockstep.launch.ends import CAUSED_BY_STOP, End, end_fields, end_of_fields, first_cause, with_cause
 from lockstep.launch.outcome import LaunchResult, gist, print_on_stderr, stopped_by
 
 if TYPE_CHECKING:
     from lockstep.launch.supervision import Supervisor
-    from lockstep.launch.worker_group import SignalRequests
 
 Entry = Callable[[], int]
 _LOST_PROXY = "the process that connects this host with the others has ended"

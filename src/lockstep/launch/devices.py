@@ -12,7 +12,7 @@ from functools import partial
 
 from lockstep.config.schema import Launch
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.launch.forking import in_fork, may_fork
+from lockstep.core.processes import in_fork, may_fork
 
 
 def choose_ranks(launch: Launch) -> int:

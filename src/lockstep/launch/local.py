@@ -28,14 +28,14 @@ from lockstep.core.control_groups import WhyKilled, kernel_kills, why_killed
 from lockstep.core.errors import ConfigError, Failure, RunFailed, message_of
 from lockstep.core.failure_kinds import FailureKind, Retry
 from lockstep.core.process_settings import paused_collection
+from lockstep.core.processes import may_fork
 from lockstep.core.ranks import LAUNCHER, RankEnvironment, started_by_lockstep
-from lockstep.core.stopping import handled_signals, stop_code
+from lockstep.core.stopping import SignalRequests, handled_signals, stop_code
 from lockstep.launch import streams
 from lockstep.launch.agent import FollowerRounds, Hosts, LaunchState
 from lockstep.launch.devices import check_ranks
 from lockstep.launch.ends import CAUSED_BY_STOP, End, describe, first_cause, with_cause
 from lockstep.launch.ends_file import append_ends
-from lockstep.launch.forking import may_fork
 from lockstep.launch.other_launchers import (
     read_at_start,
     refuse_unsettable,
@@ -46,7 +46,7 @@ from lockstep.launch.outcome import LaunchResult, gist, kind_of_stop, print_on_s
 from lockstep.launch.rank import append_end, run_entry, signals_stop
 from lockstep.launch.rank_stacks import with_last_words
 from lockstep.launch.supervision import Rounds
-from lockstep.launch.worker_group import Ranks, Round, SignalRequests, watch
+from lockstep.launch.worker_group import Ranks, Round, watch
 
 _FREED_S = 15.0  # in which what an ended rank and its workers held, such as the port and memory, is free
 _UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script

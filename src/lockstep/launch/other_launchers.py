@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 
 from lockstep.config.schema import Launch
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, Problem, refuse
 from lockstep.core.interfaces import GLOO_INTERFACE, NCCL_INTERFACE, has_address, interface_names, interface_of
 from lockstep.core.ranks import ADDRESS, LAUNCHER, NODES, STORE_FD, RankEnvironment, names_a_rank, started_by_lockstep
 
@@ -30,8 +30,7 @@ def refuse_unsettable(variables: Mapping[str, str]) -> None:
     reasons = {name: "is set for each rank by the launcher; leave it out" for name in variables if name in own}
     if "PYTHONPATH" in variables:
         reasons["PYTHONPATH"] = "is read by the process that starts the ranks; export it before that"
-    if reasons:
-        raise ConfigError([Problem("", f"launch.environment.{name}", why) for name, why in reasons.items()])
+    refuse(Problem("", f"launch.environment.{name}", why) for name, why in reasons.items())
 
 
 @contextlib.contextmanager
@@ -45,8 +44,7 @@ def launch_environment(launch: Launch) -> Iterator[None]:
         yield
         return
     refuse_unsettable(launch.environment)
-    if problems := [*_contradicted(launch)]:
-        raise ConfigError(problems)
+    refuse(_contradicted(launch))
     variables = {**interface_variables(launch.interface), **launch.environment}
     with set_environment(variables), set_threads(launch.environment):
         yield
@@ -85,8 +83,7 @@ def set_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def refuse_rank_count(ranks: int, key: str = "launch.ranks") -> None:
     """Raise ConfigError if another launcher has started another number of ranks on this machine."""
-    if problems := [*_other_number(ranks, key)]:
-        raise ConfigError(problems)
+    refuse(_other_number(ranks, key))
 
 
 def _other_number(ranks: int, key: str) -> Iterator[Problem]:

@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd, ForkingPickler
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.schema import Launch
@@ -44,7 +44,7 @@ from lockstep.core.phase_clock import Phase
 from lockstep.core.process_settings import open_closed_streams
 from lockstep.core.ranks import ADDRESS, LAUNCHER, NODES, RankEnvironment
 from lockstep.core.safe_path import safe_interpreters
-from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, blocked_signals
+from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, SignalRequests, blocked_signals
 from lockstep.launch import streams
 from lockstep.launch.devices import threads_per_rank
 from lockstep.launch.ends import End, end_of_process, while_reading
@@ -61,71 +61,10 @@ _SETTLE_TIMEOUT = 0.1  # part of a collective's timeout: a rank that began to wa
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL, if the run has failed anyway
 _GRACE_SILENT = 1.0  # the same after a timeout or the loss of a host: no rank has an error left to report
 _HANGS = 20.0  # seconds after which a launcher hangs that hasn't ended its ranks, and should have
-_SAME_REQUEST = 0.5  # seconds: signals this close are one request (timeout(1) and shells signal process and group)
 _ORDERLY = {FailureKind.STOPPED, FailureKind.PAUSED}
 _MAX_REASON_LENGTH = 300  # characters
 _REASONS = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)
 _LOOPBACK = "127.0.0.1"
-
-
-class SignalRequests:
-    """Numbers of requests by signals to stop, or to save and continue, here and on other hosts.
-
-    `fileno` is readable when there are new ones here.
-
-    Attributes:
-        passed_saves: Requests to save that ranks have received, of this round or one before.
-        last_stop: The last signal that requested a stop.
-        patience: Seconds that the ranks have to stop after the first request.
-    """
-
-    def __init__(self, patience: float = math.inf) -> None:
-        self.patience = patience
-        self.own_stops = self.own_saves = self.passed_saves = self.other_stops = self.other_saves = 0
-        self.last_stop: signal.Signals | None = None
-        self._stopped_at = -math.inf
-        self._read, self._write = os.pipe()
-        for end in (self._read, self._write):
-            os.set_blocking(end, False)
-
-    @property
-    def stops(self) -> int:
-        """Number of requests to stop; a scheduler's signal to each host is one."""
-        return max(self.own_stops, self.other_stops)
-
-    @property
-    def saves(self) -> int:
-        return self.own_saves + self.other_saves
-
-    def fileno(self) -> int:
-        return self._read
-
-    def stop(self, number: int, frame: FrameType | None) -> None:
-        """Handle a stop signal. After SIGUSR1, a scheduler's warning, the limit's own signal is the same request."""
-        now, stop = time.monotonic(), signal.Signals(number)
-        warned = self.last_stop is signal.SIGUSR1 and stop is not signal.SIGUSR1
-        if now - self._stopped_at >= _SAME_REQUEST:
-            self._stopped_at, self.last_stop = now, stop
-            self.own_stops += not warned
-        self._wake()
-
-    def save(self, number: int, frame: FrameType | None) -> None:
-        """Handle a save signal."""
-        self.own_saves += 1
-        self._wake()
-
-    def drain(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._read, 64):
-                pass
-
-    def close(self) -> None:
-        os.close(self._read)
-        os.close(self._write)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full: the launcher wakes anyway
-            os.write(self._write, b"!")
 
 
 @dataclass

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.errors import ConfigError, Failure, Problem
+from lockstep.core.errors import ConfigError, Failure, Problem, refuse
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.launchers.aws_calls import AwsCalls, as_command, from_command, known_region
 from lockstep.launchers.aws_job import RECORD_FILE, TAG, AwsJob, FollowedJob, start
@@ -106,9 +106,7 @@ def _refuse_missing(command: JobCommand, options: AwsOptions, copied: set[str]) 
     there = {source / name for name in copied}
     there |= {folder for path in there for folder in path.parents}
     named = [word for word in command.words if word in command.paths]
-    problems = [Problem(text, "", message) for text in named if Path(text).expanduser().resolve() not in there]
-    if problems:
-        raise ConfigError(problems)
+    refuse(Problem(text, "", message) for text in named if Path(text).expanduser().resolve() not in there)
 
 
 # --- what AWS knows -------------------------------------------------------------------------------------------------

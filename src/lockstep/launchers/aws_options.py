@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import Problem, refuse
 from lockstep.core.jobs import JobCommand
 from lockstep.launchers.tools import variable_problems
 from lockstep.stores.addresses import checked_address, is_address
@@ -72,9 +72,7 @@ class AwsOptions(Section):
 
 def check(command: JobCommand, options: AwsOptions) -> None:
     """Raise ConfigError if the options aren't valid, or don't fit together or with the command."""
-    problems = [*_malformed(options), *_kept_nowhere(command), *variable_problems(options.env, _SECRET)]
-    if problems:
-        raise ConfigError(problems)
+    refuse([*_malformed(options), *_kept_nowhere(command), *variable_problems(options.env, _SECRET)])
 
 
 def _malformed(options: AwsOptions) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.errors import ConfigError, Paused, Problem, RunFailed, Stopped, VerificationError
+from lockstep.core.errors import ConfigError, Paused, Problem, RunFailed, Stopped, VerificationError, refuse
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import command_line, echo, plain
@@ -136,8 +136,7 @@ DOCKER = DockerLauncher()
 def _check(command: JobCommand, options: DockerOptions, folder: Path) -> None:
     problems = [*_malformed(options, folder), *variable_problems(options.env, _SECRET, from_here=True)]
     problems = problems or mount_problems(command, _mounts(options, folder), folder, "--volume", ":ro")
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def _malformed(options: DockerOptions, folder: Path) -> Iterator[Problem]:

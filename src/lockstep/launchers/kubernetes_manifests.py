@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field
 
-from lockstep.core.errors import ConfigError, Paused, Problem, Stopped, VerificationError
+from lockstep.core.errors import ConfigError, Paused, Problem, Stopped, VerificationError, refuse
 from lockstep.core.jobs import JobCommand
 from lockstep.core.terminal import command_line, shortened
 from lockstep.launchers.tools import (
@@ -88,10 +88,8 @@ class KubernetesOptions(Section):
 
 def check(command: JobCommand, options: KubernetesOptions) -> None:
     """Raise ConfigError if the options aren't valid, or don't fit together or with the command."""
-    problems = [*_malformed(options), *_misfitting(command, options)]
-    problems += variable_problems(options.env, _SECRET)
-    if problems := problems or [*_lost(command, options)]:
-        raise ConfigError(problems)
+    refuse([*_malformed(options), *_misfitting(command, options), *variable_problems(options.env, _SECRET)])
+    refuse(_lost(command, options))
 
 
 def _malformed(options: KubernetesOptions) -> Iterator[Problem]:

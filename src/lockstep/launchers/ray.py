@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from lockstep.core.distribution import pip_install
-from lockstep.core.errors import ConfigError, Problem, RunFailed, Stopped
+from lockstep.core.errors import ConfigError, Problem, RunFailed, Stopped, refuse
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.terminal import command_line, echo, plain
 from lockstep.launchers.tools import (
@@ -86,12 +86,6 @@ class RayOptions(Section):
     state."""
 
 
-def _check(command: JobCommand, options: RayOptions) -> None:
-    problems = [*variable_problems(options.env, _SECRET), *_misfitting(command, options)]
-    if problems:
-        raise ConfigError(problems)
-
-
 def _misfitting(command: JobCommand, options: RayOptions) -> Iterator[Problem]:
     if options.upload and options.folder is not None:
         yield Problem("--upload", "", "copies this folder, and --folder names a shared one; give one of them")
@@ -125,7 +119,7 @@ class RayLauncher:
 
     def plan(self, command: JobCommand, options: RayOptions) -> LaunchPlan:
         """Return the order for the job's driver, and the call of `ray` that submits a job with it."""
-        _check(command, options)
+        refuse([*variable_problems(options.env, _SECRET), *_misfitting(command, options)])
         job = job_name(command.name, secrets.token_hex(3))
         here = Path.cwd()
         program = options.program or own_program()

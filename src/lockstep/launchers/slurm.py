@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from lockstep.core.errors import ConfigError, Paused, Problem, RunFailed, Stopped
+from lockstep.core.errors import ConfigError, Paused, Problem, RunFailed, Stopped, refuse
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan, SweepOptions
 from lockstep.core.terminal import command_line, plain_line, shortened
 from lockstep.launchers.mounts import Mount, mount_problems
@@ -148,8 +148,7 @@ def _check(command: JobCommand, options: SlurmOptions) -> None:
         parts = [text.split(":") for text in options.container_mounts]
         mounts = [Mount(os.path.normpath(part[0]), os.path.normpath(part[min(1, len(part) - 1)])) for part in parts]
         problems += mount_problems(command, [Mount(here, here), *mounts], Path(here), "--container-mounts", "")
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def _misfitting(command: JobCommand, options: SlurmOptions) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from lockstep.core.errors import ConfigError, Problem, RunFailed
+from lockstep.core.errors import ConfigError, Problem, RunFailed, refuse
 from lockstep.core.jobs import HostOptions, JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.nodes import checked_address
 from lockstep.core.processes import started
@@ -93,8 +93,7 @@ def _check(command: JobCommand, options: SshOptions, hosts: Mapping[str, int | N
             problems.append(Problem("--rendezvous", "", str(error)))
     wrong = [word for word in options.ssh if not re.fullmatch(r"-[A-Za-z0-9].*", word)]
     problems += [Problem("--ssh", "", f"{word!r} is not an option of it; write --ssh=-p2222") for word in wrong]
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 class SshLauncher:

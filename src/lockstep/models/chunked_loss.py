@@ -172,14 +172,8 @@ class ChunkedHeadLoss:
                 f"{_KEY}: the head is called for positions {list(hidden.shape[:-1])}, but there are targets for "
                 f"{list(targets.shape)}; remove {_KEY}"
             )
-        self._sums = chunked_cross_entropy(
-            hidden.flatten(0, -2),
-            head.weight,
-            head.bias,
-            targets.flatten(),
-            self._chunk,
-            self._objective.label_smoothing,
-        )
+        given, smoothing = hidden.flatten(0, -2), self._objective.label_smoothing
+        self._sums = chunked_cross_entropy(given, head.weight, head.bias, targets.flatten(), self._chunk, smoothing)
         self._version = self._sums.loss._version
         return self._sums.loss
 
@@ -187,9 +181,8 @@ class ChunkedHeadLoss:
 def chunk_head_loss(objective: EvaluatedObjective, model: nn.Module, chunk: int) -> ChunkedHeadLoss:
     """Move the loss into the model's head."""
     if not isinstance(objective, TargetLoss) or not objective.language:
-        raise _refused(
-            "computes a cross-entropy of tokens a few positions at a time, and no other objective; remove it"
-        )
+        what = "computes a cross-entropy of tokens a few positions at a time"
+        raise _refused(f"{what}, and no other objective; remove it")
     getter = getattr(model, "get_output_embeddings", None)  # of transformers models
     head = model.head if isinstance(model, Transformer) else getter() if callable(getter) else None
     if not isinstance(head, nn.Linear):

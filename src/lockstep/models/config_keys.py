@@ -14,7 +14,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import Problem, refuse
 
 _UNDECLARED = {
     "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "attn_implementation",
@@ -62,8 +62,7 @@ def check_keys(config: Any, overrides: Mapping[str, Any]) -> None:
         if name in _NO_LONGER_READ:
             reason = f"{value!r}, but transformers no longer reads this key; remove it"
         problems.append(Problem("", f"model.architecture.{name}", reason))
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def effective_keys(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -172,9 +172,8 @@ def _named(model: Any, registries: tuple[str, ...]) -> bool:
 
 
 def _names(model: Any) -> list[str]:
-    return [kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models")] or [
-        type(model).__name__
-    ]
+    names = [kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models")]
+    return names or [type(model).__name__]
 
 
 @cache

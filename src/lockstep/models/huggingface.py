@@ -228,10 +228,8 @@ def _adopt_vocabulary(config: Any, overrides: Collection[str], facts: DataFacts)
     if "vocab_size" not in overrides:
         config.vocab_size = facts.vocabulary
     elif config.vocab_size < facts.vocabulary:
-        raise _problem(
-            "architecture.vocab_size",
-            f"{config.vocab_size} is too few: the data has {facts.vocabulary} token ids; set that number, or remove it",
-        )
+        few = f"{config.vocab_size} is too few: the data has {facts.vocabulary} token ids"
+        raise _problem("architecture.vocab_size", f"{few}; set that number, or remove it")
     for name in _SPECIAL_TOKENS:  # the type's defaults belong to its tokenizer
         token = getattr(config, name, None)
         if name not in overrides and isinstance(token, int) and token >= config.vocab_size:
@@ -245,20 +243,14 @@ def _adopt_classes(config: Any, section: HuggingFaceModel, facts: DataFacts) -> 
     if classes is None:
         raise _problem("classes", "the data doesn't determine the number of classes; set it")
     if facts.classes is not None and classes < facts.classes:
-        raise _problem(
-            "classes", f"{classes} is too few: the data has {facts.classes} classes; set that number, or remove it"
-        )
+        few = f"{classes} is too few: the data has {facts.classes} classes"
+        raise _problem("classes", f"{few}; set that number, or remove it")
     if classes < 2 and config.problem_type != "regression":
-        raise _problem(
-            "classes",
-            f"{classes}, but a classifier has 2 or more classes; for numbers set architecture.problem_type: regression",
-        )
+        remedy = "for numbers set architecture.problem_type: regression"
+        raise _problem("classes", f"{classes}, but a classifier has 2 or more classes; {remedy}")
     if section.task == "sequence-classification" and config.pad_token_id is None:
-        raise _problem(
-            "architecture.pad_token_id",
-            f"a classifier of type {config.model_type} finds the end of each text by it; set the tokenizer's padding "
-            "token",
-        )
+        why = f"a classifier of type {config.model_type} finds the end of each text by it"
+        raise _problem("architecture.pad_token_id", f"{why}; set the tokenizer's padding token")
     if classes != config.num_labels:
         config.num_labels = classes
 
@@ -281,9 +273,8 @@ def _from_pretrained(section: HuggingFaceModel, config: Any, trust_remote_code: 
         output_loading_info=True,
     )
     match, own = _matched(model, weights), model.state_dict()
-    reshaped = [
-        (Slot((name,), own[name]), torch.empty(shape, device="meta")) for name, shape, _ in report["mismatched_keys"]
-    ]
+    shapes = [(name, torch.empty(shape, device="meta")) for name, shape, _ in report["mismatched_keys"]]
+    reshaped = [(Slot((name,), own[name]), other) for name, other in shapes]
     missing = [Slot((name,), own[name]) for name in sorted(report["missing_keys"] & own.keys())]
     unexpected = {name: match.unexpected.get(name, torch.empty(0)) for name in sorted(report["unexpected_keys"])}
     _judge(section, model, WeightMatch(match.place, match.pairs, missing, reshaped, unexpected))
@@ -323,9 +314,7 @@ def _quiet() -> Iterator[None]:
     try:
         import transformers  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            Problem("", "model.kind", f"huggingface needs the extra `hf`: {pip_install('hf')}")
-        ) from error
+        raise _problem("kind", f"huggingface needs the extra `hf`: {pip_install('hf')}") from error
     with quiet():
         yield
 
@@ -356,9 +345,8 @@ def _explained(section: HuggingFaceModel, error: Exception) -> ConfigError:
         what = peer_checkpoint(Path(section.pretrained), "WEIGHTS") or "has no config.json with a model_type"
         return _problem("pretrained", f"{section.pretrained} {what}")
     if "trust_remote_code" in text:
-        return _problem(
-            "pretrained", f"{section.pretrained} contains Python code; give --trust-remote-code if you trust it"
-        )
+        what = f"{section.pretrained} contains Python code"
+        return _problem("pretrained", f"{what}; give --trust-remote-code if you trust it")
     if text.startswith("Unrecognized model identifier"):
         from transformers import CONFIG_MAPPING
 

@@ -244,9 +244,8 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoothing: float = 
     arXiv:1512.00567, section 7).
     """
     if logits.shape[:-1] != targets.shape:
-        raise RunFailed(
-            f"outputs are {list(logits.shape)} and targets {list(targets.shape)}; give one target for each output"
-        )
+        shapes = f"outputs are {list(logits.shape)} and targets {list(targets.shape)}"
+        raise RunFailed(f"{shapes}; give one target for each output")
     if is_sharded(logits):
         return vocab_parallel_cross_entropy_sum(logits, targets, label_smoothing, IGNORED)
     if logits.dim() > 2:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.errors import ConfigError, Problem, refuse
 from lockstep.core.formatting import listed
 from lockstep.distributed.shard_boxes import dtype_name
 
@@ -28,9 +28,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     if not patterns:
         return
     named = dict(module.named_parameters(remove_duplicate=False))
-    problems = [_no_match(pattern, list(named)) for pattern in patterns if not _matching(pattern, named)]
-    if problems:
-        raise ConfigError(problems)
+    refuse(_no_match(pattern, list(named)) for pattern in patterns if not _matching(pattern, named))
     for pattern in patterns:
         for name in _matching(pattern, named):
             named[name].requires_grad_(False)
@@ -77,8 +75,7 @@ def refuse_parameters(model: nn.Module, dtypes: Collection[str]) -> None:
         and first.setdefault(place, name) != name
     ]
     problems += [_unsaved(name, tensor, dtypes) for name, tensor in _kept(model) if not _is_saved(tensor, dtypes)]
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def _kept(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -31,9 +31,8 @@ _ELEMENT_LOSSES = (
 )  # fmt: skip
 _SAMPLE_LOSSES = (nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss)
 _PAIRED = (*_ELEMENT_LOSSES, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss)  # a target for each output
-LOSSES: Mapping[str, type[nn.Module]] = {
-    kind.__name__: kind for kind in (*_CLASS_LOSSES, *_ELEMENT_LOSSES, *_SAMPLE_LOSSES)
-}
+LOSSES: Mapping[str, type[nn.Module]]
+LOSSES = {kind.__name__: kind for kind in (*_CLASS_LOSSES, *_ELEMENT_LOSSES, *_SAMPLE_LOSSES)}
 """The supported losses, by their names in a config."""
 
 _FUNCTIONS: Mapping[object, type[nn.Module]] = dict(
@@ -78,9 +77,8 @@ def loss_module(objective: object) -> nn.modules.loss._Loss | None:
     if inspect.isfunction(function) and function.__module__ == "torch.nn.functional":
         kind = _FUNCTIONS.get(function)
         if kind is None:
-            raise ConfigError(
-                f"torch.nn.functional.{function.__name__} takes more than outputs and targets; {_WRITE_A_CLASS}"
-            )
+            name = f"torch.nn.functional.{function.__name__}"
+            raise ConfigError(f"{name} takes more than outputs and targets; {_WRITE_A_CLASS}")
         try:
             module: Any = kind(**options)
         except TypeError as error:
@@ -167,16 +165,14 @@ class TorchLoss:
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
         """Return the loss with reduction "sum"."""
         predicted, targets = logits_of(outputs).float(), tensor_targets(batch)
-        remedy = None
+        outs, wanted, remedy = list(predicted.shape), list(targets.shape), None
         if isinstance(self._loss, _CLASS_LOSSES):
-            remedy = _class_remedy(
-                list(predicted.shape), list(targets.shape), probabilities=targets.is_floating_point()
-            )
-        elif isinstance(self._loss, _PAIRED) and predicted.shape != targets.shape:
-            remedy = f"give targets of {list(predicted.shape)}, or return outputs of {list(targets.shape)}"
+            remedy = _class_remedy(outs, wanted, probabilities=targets.is_floating_point())
+        elif isinstance(self._loss, _PAIRED) and outs != wanted:
+            remedy = f"give targets of {outs}, or return outputs of {wanted}"
         if remedy is not None:
-            shapes = f"outputs are {list(predicted.shape)} and targets {list(targets.shape)}"
-            raise ConfigError(Problem("", "objective", f"{type(self._loss).__name__}: {shapes}; {remedy}"))
+            what = f"{type(self._loss).__name__}: outputs are {outs} and targets {wanted}"
+            raise ConfigError(Problem("", "objective", f"{what}; {remedy}"))
         if predicted.device != self._device:  # moves class weights
             self._loss, self._device = self._loss.to(predicted.device), predicted.device
         of_floats = targets.is_floating_point() or isinstance(self._loss, _ELEMENT_LOSSES)
@@ -217,9 +213,8 @@ def tensor_targets(batch: Batch) -> Tensor:
 
 def out_of_range(valid: Tensor, classes: int) -> RunFailed:
     """Return the failure of targets that the model has no output for."""
-    return RunFailed(
-        f"targets are {valid.min()} to {valid.max()}, but the model has {classes} outputs, 0 to {classes - 1}"
-    )
+    outputs = f"{classes} outputs, 0 to {classes - 1}"
+    return RunFailed(f"targets are {valid.min()} to {valid.max()}, but the model has {outputs}")
 
 
 def _class_remedy(outputs: list[int], targets: list[int], *, probabilities: bool) -> str | None:

@@ -79,9 +79,8 @@ def own_classes(model: nn.Module) -> Iterator[None]:
     tensors have other names in files.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    wrapped: list[Any] = (
-        [] if fsdp is None else [child for child in model.modules() if isinstance(child, fsdp.FSDPModule)]
-    )
+    kind = () if fsdp is None else fsdp.FSDPModule
+    wrapped: list[Any] = [child for child in model.modules() if isinstance(child, kind)]
     classes = [type(module) for module in wrapped]
     for module, of_fsdp in zip(wrapped, classes, strict=True):
         _, module.__class__ = of_fsdp.__bases__

@@ -293,9 +293,8 @@ def model_in(file: Path, content: object, key: str | None = None) -> TensorsAndO
     tensors = {key: value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)}
     if not tensors:
         nests = f"{', '.join(_NESTS[:-1])} or {_NESTS[-1]}"
-        raise ConfigError(
-            f"{file} has no tensors by name, at its top level or under {nests}; its keys: {_shown(content)}"
-        )
+        lack = f"{file} has no tensors by name, at its top level or under {nests}"
+        raise ConfigError(f"{lack}; its keys: {_shown(content)}")
     for name, tensor in tensors.items():
         check_plain(file, name, tensor)
     skipped += [readable(str(key)) for key in content if key not in tensors]

@@ -122,9 +122,8 @@ def _text(spec: _Spec | None) -> str:
 
 def is_expanded(tensor: Tensor) -> bool:
     """Return whether elements share memory, so that nothing can be written to them."""
-    return not tensor.is_contiguous() and any(
-        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    return not tensor.is_contiguous() and any(step == 0 and size > 1 for step, size in dims)
 
 
 class BufferSnapshot:
@@ -170,10 +169,8 @@ class BufferSnapshot:
     @torch.no_grad()
     def changed(self) -> list[str]:
         """Return the buffers that forwards have changed since the last `take`, without those of torch's norms."""
-        names = []
-        for (name, owner), now, copy in zip(
-            self._owners.items(), _parts(current_buffers(self._owners)), self._copies, strict=True
-        ):
+        names, parts = [], _parts(current_buffers(self._owners))
+        for (name, owner), now, copy in zip(self._owners.items(), parts, self._copies, strict=True):
             if now is None or copy is None or _OF_NORMS & owner.keys():
                 continue
             if now.dtype != copy.dtype or not torch.equal(now, copy):

@@ -21,7 +21,7 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.phase_clock import Phase
 from lockstep.core.protocols import NO_CONTEXT, GradientStep
 from lockstep.sharding.buffers import SyncedBuffers
-from lockstep.sharding.context import Builder, Sharding, ShardingContext, SquaredNorm
+from lockstep.sharding.context import Builder, Sharding, ShardingContext
 from lockstep.sharding.model_state import ModelState
 from lockstep.sharding.single import (
     named_gradients,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from lockstep.config.schema import DDP
     from lockstep.core.protocols import Optimizer
-    from lockstep.distributed.process_group import World
 
 
 T = TypeVar("T")
@@ -48,29 +47,20 @@ _WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad fo
 class DDPStep(GradientStep):
     """The step of ranks whose gradients DDP averages."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        squared_norm: SquaredNorm,
-        options: DDP,
-        world: World,
-        buffers: SyncedBuffers,
-        accumulates: bool = False,
-        has_values: bool = True,
-    ) -> None:
+    def __init__(self, context: ShardingContext, optimizer: Optimizer, buffers: SyncedBuffers) -> None:
+        model, world, options = context.model, context.world, context.config.parallel.ddp
+        accumulates = context.plan.batch.accumulation > 1
         self._model = model
         self._ranks = world.axis.size
         self._clock, self._reduced = world.clock, world.reduced
         self._begin_waiting = partial(world.clock.enter, Phase.COMMUNICATION)
         self._optimizer = optimizer
         self._parameters = trainable_parameters(model)
-        self._squared_norm = squared_norm
+        self._squared_norm = context.squared_norm
         self._in_buckets = _InBuckets(self._parameters) if accumulates and options.gradient_as_bucket_view else None
         arguments = inspect.signature(DistributedDataParallel.__init__).parameters
-        sync = (
-            "forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers"
-        )  # until torch 2.12
+        # until torch 2.12
+        sync = "forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers"
         make = partial(
             _InOrder,
             model,
@@ -79,7 +69,7 @@ class DDPStep(GradientStep):
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             bucket_cap_mb=options.bucket_mb,
-            init_sync=has_values,  # others follow, the same on all ranks
+            init_sync=context.has_values,  # others follow, the same on all ranks
             **{sync: bool(buffers)},  # type: ignore[arg-type]
         )
         self._ddp = make() if self._in_buckets is None else self._in_buckets.renew(make)
@@ -110,12 +100,10 @@ class DDPStep(GradientStep):
         return NO_CONTEXT if sync else self._ddp.no_sync()
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
-        if not self._reduces:
-            run_backward(loss, seed)
-            return
         run_backward(loss, seed)
-        self._clock.enter(Phase.BACKWARD)
-        self._refuse_unreduced()
+        if self._reduces:
+            self._clock.enter(Phase.BACKWARD)
+            self._refuse_unreduced()
 
     def _mark_reduction(self, gradient: Tensor) -> None:
         """Let the clock count what DDP does at the backward's end, when it waits for its buckets, as communication.
@@ -245,13 +233,9 @@ def build(context: ShardingContext) -> Sharding:
         from lockstep.sharding import replicas  # DTensors take 0.5 s to import
 
         return replicas.build(context)
-    model, options = context.model, context.config.parallel.ddp
+    model = context.model
     optimizer, buffers = context.optimizer(model.named_parameters()), SyncedBuffers(model)
-    accumulates = context.plan.batch.accumulation > 1
-    step = DDPStep(
-        model, optimizer, context.squared_norm, options, context.world, buffers, accumulates, context.has_values
-    )
-    return Sharding(step, ModelState(model, optimizer, buffers=buffers))
+    return Sharding(DDPStep(context, optimizer, buffers), ModelState(model, optimizer, buffers=buffers))
 
 
 BUILDER = Builder(build)
@@ -289,12 +273,8 @@ def _hook(options: DDP, backend: str, accumulates: bool) -> tuple[_Hook | None, 
         message = "gloo has no bf16 all-reduce; fp16 and powersgd run on it, bf16 on nccl"
         raise ConfigError(Problem("", "parallel.ddp.compression", message))
     if options.compression != "powersgd":
-        hooks = {
-            "none": default_hooks.allreduce_hook,
-            "fp16": default_hooks.fp16_compress_hook,
-            "bf16": default_hooks.bf16_compress_hook,
-        }
-        return _Hook(hooks[options.compression]), None
+        name = "allreduce_hook" if options.compression == "none" else f"{options.compression}_compress_hook"
+        return _Hook(getattr(default_hooks, name)), None
     state = powerSGD_hook.PowerSGDState(
         process_group=None,
         matrix_approximation_rank=options.powersgd.rank,

@@ -76,10 +76,9 @@ def _build(context: ShardingContext, deepspeed: Any, config: Mapping[str, Any]) 
         zero.shards[name].flat.memory.copy_(zero.shards[name].flat.of(values))
     if zero.stage == 3 and context.compute is not None and not in_bf16:
         gather_in(context.compute, context.cast_weights, model, engine.optimizer)
-    flat = {name: shard.flat for name, shard in zero.shards.items()} if zero.stage == 3 or in_bf16 else None
-    state = ModelState(
-        model, zero, buffers=buffers, shards=zero.shards, flat=flat, after_restore=zero.copy_parameters, held=zero.held
-    )
+    flat = {name: shard.flat for name, shard in zero.shards.items()} if zero.stage == 3 or in_bf16 else {}
+    held: dict[str, Any] = {"shards": zero.shards, "flat": flat, "held": zero.held}
+    state = ModelState(model, zero, buffers=buffers, after_restore=zero.copy_parameters, **held)
     return Sharding(ZeroStep(context, engine, zero, buffers), state)
 
 
@@ -205,9 +204,7 @@ class ZeroStep(GradientStep):
         self._buffers = buffers
         self._reached = ReachedParameters(context.model)
         _leave_out_norm(self._zero, optimizer.stage)
-        self._order = deepspeed_order(
-            self._zero, optimizer.stage, context.model, context.world.device, context.unused_remedy
-        )
+        self._order = deepspeed_order(self._zero, optimizer.stage, context)
 
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
         self._engine.set_gradient_accumulation_boundary(last)

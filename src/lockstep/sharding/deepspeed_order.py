@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,14 +17,16 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 from lockstep.sharding.collective_order import CollectiveOrder, NumberExchange, allow_unused
 
+if TYPE_CHECKING:
+    from lockstep.sharding.context import ShardingContext
+
 _SENT = 1
 _REDUCE_OF_STAGE_3 = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 
 
-def deepspeed_order(
-    zero: Any, stage: int, model: nn.Module, device: torch.device, unused_remedy: str
-) -> CollectiveOrder:
+def deepspeed_order(zero: Any, stage: int, context: ShardingContext) -> CollectiveOrder:
     """Return an order that refuses a collective of `zero`, DeepSpeed's optimizer, that other ranks don't issue."""
+    model = context.model
     parameters = [name for name, _ in model.named_parameters()]
     modules = [name for name, _ in model.named_modules()]
     parameter_index = {id(parameter): index for index, parameter in enumerate(model.parameters())}
@@ -38,13 +40,9 @@ def deepspeed_order(
         module = modules[index] or "the model"
         return f"gathered {module}" if kind == 0 else f"gathered {module} for the backward"
 
-    remedy = f"in the same order. {allow_unused(unused_remedy)}; so does fsdp"
-    order = CollectiveOrder(
-        "deepspeed",
-        NumberExchange(None, device),
-        describe,
-        f"Under deepspeed all ranks must use the same parameters {remedy}",
-    )
+    remedy = f"in the same order. {allow_unused(context.unused_remedy)}; so does fsdp"
+    remedy = f"Under deepspeed all ranks must use the same parameters {remedy}"
+    order = CollectiveOrder("deepspeed", NumberExchange(None, context.world.device), describe, remedy)
 
     def see_sent(sent: Iterable[Any]) -> None:
         for parameter in sent:

@@ -65,9 +65,8 @@ class ZeroOptimizer(Optimizer):
         self._counts = counts
         self._in_bf16 = in_bf16
         zero = self._zero
-        self.flats = list(
-            zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
-        )
+        flats = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+        self.flats = list(flats)
         self.shards = dict(self._shards(model))
         self._make_state()
 
@@ -184,9 +183,8 @@ class ZeroOptimizer(Optimizer):
             return ZeroShard(parameter, frozen, None, 0)
         group, offset, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
         memory = self.flats[group].detach()[offset : offset + own]
-        return ZeroShard(
-            parameter, FlatShard(memory, start, parameter.ds_shape, parameter.device, length), group, offset
-        )
+        flat = FlatShard(memory, start, parameter.ds_shape, parameter.device, length)
+        return ZeroShard(parameter, flat, group, offset)
 
     def _shard_of_group(self, parameter: Any) -> ZeroShard:
         """Return a shard of stages 1 and 2: a parameter may be in one partition or several, or not in this rank's."""
@@ -194,9 +192,8 @@ class ZeroOptimizer(Optimizer):
         group = next(number for number, members in groups if any(member is parameter for member in members))
         mapping = parameter._hp_mapping
         if mapping is None:
-            return ZeroShard(
-                parameter, FlatShard(self.flats[group].detach()[:0], 0, parameter.shape, parameter.device), group, 0
-            )
+            nothing = FlatShard(self.flats[group].detach()[:0], 0, parameter.shape, parameter.device)
+            return ZeroShard(parameter, nothing, group, 0)
         offset, start = mapping.hp_fragment_address.start, mapping.lp_fragment_address.start
         memory = self.flats[group].detach()[offset : offset + mapping.hp_fragment_address.numel]
         return ZeroShard(parameter, FlatShard(memory, start, parameter.shape, parameter.device), group, offset)

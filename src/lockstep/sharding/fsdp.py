@@ -35,7 +35,7 @@ from lockstep.sharding.fsdp_order import NegotiatedOrder, fixed_order
 from lockstep.sharding.fsdp_units import AutocastGather, initialize, reshard_all, return_no_views
 from lockstep.sharding.model_state import ModelState
 from lockstep.sharding.parameter_shards import LocalGradients, ParameterShard, parameter_shards
-from lockstep.sharding.single import named_gradients, refuse_other_than_fp32, run_backward, without_gradient
+from lockstep.sharding.single import named_gradients, refuse_other_than_fp32, run_backward
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -171,9 +171,6 @@ class FSDPStep(GradientStep):
         if self._is_last and isinstance(self._order, NegotiatedOrder):
             self._order.clear_unused(self._shards)
 
-    def parameters_without_gradient(self) -> list[str]:
-        return without_gradient(self.module)
-
     def squared_norm(self) -> Tensor:
         self._reduce_shared()
         gradients = self._gradients.read()
@@ -234,12 +231,11 @@ def _autocast_gather(context: ShardingContext) -> AutocastGather | None:
 
 
 def _collective_order(context: ShardingContext) -> CollectiveOrder | NegotiatedOrder | None:
-    group = context.position.data_parallel_group
     if context.plan.mesh.pipeline > 1:
         return None
     if context.config.parallel.ddp.find_unused_parameters:
-        return NegotiatedOrder(context.model, group)
-    return fixed_order(context.model, group, context.world.device, context.unused_remedy)
+        return NegotiatedOrder(context.model, context.position.data_parallel_group)
+    return fixed_order(context)
 
 
 # --- sharding -----------------------------------------------------------------------------------------------------

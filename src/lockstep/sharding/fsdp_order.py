@@ -23,28 +23,26 @@ from lockstep.sharding.fsdp_units import FSDPUnit, refuse_without_zeros, units_o
 from lockstep.sharding.single import unused_parameters
 
 if TYPE_CHECKING:
+    from lockstep.sharding.context import ShardingContext
     from lockstep.sharding.parameter_shards import ParameterShard
 
 
-def fixed_order(
-    model: nn.Module, group: dist.ProcessGroup | None, device: torch.device, unused_remedy: str
-) -> CollectiveOrder:
-    """Return an order that refuses a collective that other ranks of `group` don't issue at the same point."""
-    units = units_of(model)
+def fixed_order(context: ShardingContext) -> CollectiveOrder:
+    """Return an order that refuses a collective that other data-parallel ranks don't issue at the same point."""
+    units, remedy = units_of(context.model), context.unused_remedy
     by_number = {unit.number: unit for unit in units}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in context.model.named_parameters()}
 
     def describe(number: int) -> str:
         unit = by_number[(number - 1) // 2]
         return f"gathered {unit}" if number % 2 else f"reduced the gradients of {unit}"
 
-    order = CollectiveOrder(
-        "fsdp",
-        NumberExchange(group, device),
-        describe,
-        f"Under fsdp all ranks must gather the same modules in the same order. {allow_unused(unused_remedy)}, at a "
-        "small message for each that is gathered; under parallel.fsdp.wrap: root there is one to gather",
+    why = (
+        f"Under fsdp all ranks must gather the same modules in the same order. {allow_unused(remedy)}, at a small "
+        "message for each that is gathered; under parallel.fsdp.wrap: root there is one to gather"
     )
+    ranks = NumberExchange(context.position.data_parallel_group, context.world.device)
+    order = CollectiveOrder("fsdp", ranks, describe, why)
 
     def gather(unit: FSDPUnit) -> None:
         order.see(2 * unit.number + 1)
@@ -54,11 +52,9 @@ def fixed_order(
             return
         if len(used) < len(unit.trained):
             present = {id(parameter) for parameter in used}
-            raise unused_parameters(
-                [names[id(parameter)] for parameter in unit.trained if id(parameter) not in present],
-                where=f"on rank {dist.get_rank()}, and others may wait for it",
-                remedy=unused_remedy,
-            )
+            unused = [names[id(parameter)] for parameter in unit.trained if id(parameter) not in present]
+            where = f"on rank {dist.get_rank()}, and others may wait for it"
+            raise unused_parameters(unused, where=where, remedy=remedy)
         if used:
             order.see(2 * unit.number + 2)
 

@@ -82,19 +82,18 @@ class FSDPUnit:
         from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
         group: Any = self.group
-        zeros = [
-            torch.zeros(param._orig_size, dtype=_sent_dtype(param), device=group.device) for param in self._trained
-        ]
+        device, trained = group.device, self._trained
+        zeros = [torch.zeros(param._orig_size, dtype=_sent_dtype(param), device=device) for param in trained]
         replicated = isinstance(group.mesh_info, DDPMeshInfo)
         reduced: Any = foreach_reduce(
-            self._trained,
+            trained,
             zeros,
             cast("Any", group._reduce_scatter_process_group if isinstance(group.mesh_info, FSDPMeshInfo) else None),
             group.comm_ctx.reduce_scatter_stream,
             group._reduce_scatter_comm,
             group._orig_dtype,
             group._reduce_dtype,
-            group.device,
+            device,
             group.gradient_divide_factor,
             group._all_reduce_process_group if replicated else None,
             group.comm_ctx.all_reduce_stream,
@@ -261,9 +260,9 @@ def _was_gathered(param: Any) -> bool:
 
 
 def _has_gradient(param: Any) -> bool:
-    return _was_gathered(param) and (
-        param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
-    )
+    if not _was_gathered(param):
+        return False
+    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
 
 
 class _AnnouncedGather:

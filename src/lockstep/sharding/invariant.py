@@ -25,7 +25,7 @@ from lockstep.core.protocols import GradientStep
 from lockstep.plan.batch import Share, share_of
 from lockstep.plan.summation import FixedSum, Node, nodes_of, total
 from lockstep.sharding.buffers import buffer_owners, current_buffers
-from lockstep.sharding.context import Builder, Sharding, ShardingContext, SquaredNorm
+from lockstep.sharding.context import Builder, Sharding, ShardingContext
 from lockstep.sharding.model_state import ModelState
 from lockstep.sharding.single import (
     named_gradients,
@@ -33,45 +33,36 @@ from lockstep.sharding.single import (
     refuse_other_than_fp32,
     run_backward,
     trainable_parameters,
-    without_gradient,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lockstep.core.protocols import Axis, Optimizer
+    from lockstep.core.protocols import Optimizer
 
 
 class InvariantStep(GradientStep):
     """The step of ranks whose sum of gradients is bitwise identical on any number of ranks.
 
-    Args:
-        share_of: Returns this rank's micro-batches of an update of N samples.
-        slice_bytes: Size of the part of the gradient that ranks exchange at a time.
+    `parallel.ddp.bucket_mb` is the size of the part of the gradient that ranks exchange at a time.
 
     Raises:
         ConfigError: Parameters have another precision than fp32.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        squared_norm: SquaredNorm,
-        axis: Axis,
-        share_of: Callable[[int], Share],
-        slice_bytes: int,
-    ) -> None:
+    def __init__(self, context: ShardingContext, optimizer: Optimizer) -> None:
+        model, axis = context.model, context.world.axis
         trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
         refuse_other_than_fp32(trained, "run.determinism", "invariant adds gradients")
         self.module = model
         self._optimizer = optimizer
-        self._squared_norm = squared_norm
+        self._squared_norm = context.squared_norm
         self._axis = axis
-        self._share_of = share_of
+        self._share_of = partial(context.plan.batch.share, rank=context.position.share)  # of an update of N samples
         self._parameters = trainable_parameters(model)
         self._buffer_owners = buffer_owners(model)
         self._free: list[_FlatGradient] = []  # memory of earlier terms
+        slice_bytes = int(context.config.parallel.ddp.bucket_mb * 2**20)
         self._width = max(1, slice_bytes // 4 // axis.size)
         self._share = Share(0, 0, 0)
         self._terms = FixedSum[_FlatGradient](0, self._add)
@@ -116,9 +107,6 @@ class InvariantStep(GradientStep):
         self._missing &= term.fill(self._parameters, loss.detach())
         self._terms.put(Node(0, self._next), term)
         self._next += 1
-
-    def parameters_without_gradient(self) -> list[str]:
-        return without_gradient(self.module)
 
     def squared_norm(self) -> Tensor:
         return self._squared_norm(present_gradients(self._parameters))
@@ -177,12 +165,9 @@ class InvariantStep(GradientStep):
 
 def build(context: ShardingContext) -> Sharding:
     """Return the sharding of an invariant run, under single or ddp."""
-    model, world = context.model, context.world
-    optimizer = context.optimizer(model.named_parameters())
-    share_of = partial(context.plan.batch.share, rank=context.position.share)
-    slice_bytes = int(context.config.parallel.ddp.bucket_mb * 2**20)
-    step = InvariantStep(model, optimizer, context.squared_norm, world.axis, share_of, slice_bytes)
-    return Sharding(step, ModelState(model, optimizer), loss_sum=step.loss_sum)
+    optimizer = context.optimizer(context.model.named_parameters())
+    step = InvariantStep(context, optimizer)
+    return Sharding(step, ModelState(context.model, optimizer), loss_sum=step.loss_sum)
 
 
 BUILDER = Builder(build)

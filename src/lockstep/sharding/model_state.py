@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -40,47 +41,38 @@ _MODEL, _OPTIMIZER, _EVALUATED = "model.", "optimizer.", "evaluated."
 _PLAIN = (str, int, float, bool, type(None))
 
 
+@dataclass(eq=False)
 class ModelState:
     """The parameters, saved buffers and optimizer state that this rank holds.
 
-    Args:
+    Attributes:
         model: The module without wrappers; parameters have the model's own names.
         partition: Which rank holds which parts of the model; None: this rank holds the whole model.
         shards: How optimizer state is sharded, by parameter; it is whole for parameters that aren't named.
         flat: Parameters that are sharded element by element, by name.
         before_read: Called before parameters are read.
-        after_restore: Called after all state has been restored.
+        after_restore: Lets what is kept beside the parameters follow them, after they were set.
         held: Returns tensors that the rank holds for its state and that have no names, by category.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        buffers: SyncedBuffers | None = None,
-        partition: ModelPartition | None = None,
-        shards: Mapping[str, ParameterShard] | Mapping[str, ZeroShard] | None = None,
-        flat: Mapping[str, Any] | None = None,
-        before_read: Callable[[], None] | None = None,
-        after_restore: Callable[[], None] | None = None,
-        held: Callable[[], Mapping[str, Sequence[Tensor]]] = dict,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self._buffers = buffers
-        self._partition = partition
-        self._shards = shards or {}
-        self.flat = flat or {}
-        self._before_read = before_read
-        self._after_restore = after_restore
-        self.held = held
+    model: nn.Module
+    optimizer: Optimizer
+    _: KW_ONLY
+    buffers: SyncedBuffers | None = None
+    partition: ModelPartition | None = None
+    shards: Mapping[str, ParameterShard] | Mapping[str, ZeroShard] = field(default_factory=dict)
+    flat: Mapping[str, Any] = field(default_factory=dict)
+    before_read: Callable[[], None] = lambda: None
+    after_restore: Callable[[], None] = lambda: None
+    held: Callable[[], Mapping[str, Sequence[Tensor]]] = dict
+
+    def __post_init__(self) -> None:
         self._specs = {name: (buffer.dtype, buffer.shape) for name, (_, buffer) in self._saved_buffers().items()}
 
     def synchronize(self) -> None:
         """Copy the first rank's buffers (running means) to all ranks. All ranks together."""
-        if self._buffers is not None:
-            self._buffers.synchronize()
+        if self.buffers is not None:
+            self.buffers.synchronize()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -90,7 +82,7 @@ class ModelState:
             yield
         finally:
             if train is not None:
-                self._begin_read()  # a gathered copy would stay as it is
+                self.before_read()  # a gathered copy would stay as it is
                 train()
 
     def end_training(self) -> None:
@@ -99,12 +91,8 @@ class ModelState:
 
     @torch.no_grad()
     def _evaluate(self) -> Callable[[], None] | None:
-        self._begin_read()
+        self.before_read()
         return self.optimizer.evaluate()
-
-    def _begin_read(self) -> None:
-        if self._before_read is not None:
-            self._before_read()
 
     def weights(
         self, *, wanted: bool | Callable[[str], bool] = True, names: Sequence[str] | None = None
@@ -116,25 +104,25 @@ class ModelState:
             names: Those to gather, in their order; the same on all ranks. None: all, in the order of the model.
         """
         own = self._tensors()[0]
-        if self._partition is not None and self._partition.is_divided:
-            return self._partition.whole(own, wanted, names)
+        if self.partition is not None and self.partition.is_divided:
+            return self.partition.whole(own, wanted, names)
         return _gathered(own.items() if names is None else ((name, own[name]) for name in names), wanted)
 
     def specs(self) -> dict[str, Spec]:
         """Return shape and dtype of each tensor that `weights` yields. All ranks together."""
         own = specs_of(self._tensors()[0])
-        return own if self._partition is None else self._partition.specs(own)
+        return own if self.partition is None else self.partition.specs(own)
 
     def whole(self, pairs: Iterable[tuple[str, Tensor]], *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield named tensors of this rank, such as `GradientStep.gradients`, in the way of `weights`."""
-        if self._partition is None or not self._partition.is_divided:
+        if self.partition is None or not self.partition.is_divided:
             return _gathered(pairs, wanted)
-        return self._partition.whole(dict(pairs), wanted)
+        return self.partition.whole(dict(pairs), wanted)
 
     @torch.no_grad()
     def live_state(self) -> TrainingState:
         """Return the live state of model and optimizer. All ranks together."""
-        self._begin_read()
+        self.before_read()
         tensors, tied = self._tensors()
         parameters = {name for name, _ in self.model.named_parameters()}
         changing = frozenset(f"{_MODEL}{name}" for name in tensors if name not in parameters)
@@ -142,16 +130,15 @@ class ModelState:
         saved = cast("Any", self.optimizer.state_dict())
         numbers: dict[str, dict[str, Any]] = {}
         for name, of_parameter in saved["parameters"].items():
-            shard = self._shards.get(name)
+            shard = self.shards.get(name)
             for entry, value in cast("dict[str, Any]", of_parameter).items():
                 if isinstance(value, Tensor | FlatShard):
                     held: Any = value
                     entries[f"{_OPTIMIZER}{entry}.{name}"] = held if shard is None else shard.as_shard(entry, held)
                 else:
                     numbers.setdefault(name, {})[entry] = _plain(f"the optimizer's {entry} of {name}", value)
-        groups = [
-            {key: _plain(f"the optimizer's {key}", value) for key, value in group.items()} for group in saved["groups"]
-        ]
+        own_groups = (group.items() for group in saved["groups"])
+        groups = [{key: _plain(f"the optimizer's {key}", value) for key, value in items} for items in own_groups]
         values = {"optimizer": numbers, "groups": groups, "tied": tied}
         if own := saved.get("own"):
             values["own"] = {kind: _plain_own(kept) for kind, kept in own.items()}
@@ -165,7 +152,7 @@ class ModelState:
             entries |= {f"{_EVALUATED}{name}": tensors[name].detach().clone() for name in parameters & tensors.keys()}
             train()
         state = TrainingState(entries, values, changing)
-        return state if self._partition is None else self._partition.gather_state(state)
+        return state if self.partition is None else self.partition.gather_state(state)
 
     @torch.no_grad()
     def not_finite(self, state: TrainingState) -> str | None:
@@ -188,8 +175,8 @@ class ModelState:
     @torch.no_grad()
     def restore(self, state: TrainingState) -> None:
         """Set model and optimizer to `state`, whole or this rank's shards; raise RunFailed if it is another model's."""
-        if self._partition is not None:
-            state = self._partition.own_state(state)
+        if self.partition is not None:
+            state = self.partition.own_state(state)
         self._cast_buffers(state)
         own = self._tensors()[0]
         for name, tensor in own.items():
@@ -199,20 +186,19 @@ class ModelState:
             else:
                 local_tensor(tensor).copy_(saved)
         set_extra_states(self.model, own)
-        entries: dict[str, dict[str, Any]] = {
-            name: dict(numbers) for name, numbers in state.values["optimizer"].items()
-        }
+        entries: dict[str, dict[str, Any]]
+        entries = {name: dict(numbers) for name, numbers in state.values["optimizer"].items()}
         for key, value in state.tensors.items():
             if key.startswith(_OPTIMIZER):
                 entry, _, name = key.removeprefix(_OPTIMIZER).partition(".")
-                shard = self._shards.get(name)
+                shard = self.shards.get(name)
                 entries.setdefault(name, {})[entry] = value if shard is None else shard.as_local(entry, value)
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 entries.setdefault(name, {})
         kept = {"own": state.values["own"]} if "own" in state.values else {}
         self.optimizer.load_state_dict({"parameters": entries, "groups": list(state.values["groups"]), **kept})
-        self.values_changed()
+        self.after_restore()
 
     def _cast_buffers(self, state: TrainingState) -> None:
         """Give buffers the dtypes that they had when `state` was saved: a forward may have changed them."""
@@ -223,11 +209,6 @@ class ModelState:
                 dtype = saved.dtype
             if buffer.dtype != dtype:
                 owner[name.rpartition(".")[2]] = buffer.to(dtype)
-
-    def values_changed(self) -> None:
-        """Let what is kept beside the parameters follow them, after they were set."""
-        if self._after_restore is not None:
-            self._after_restore()
 
     def _saved_buffers(self) -> dict[str, tuple[dict[str, Any], Tensor]]:
         owners = buffer_owners(self.model)

@@ -98,10 +98,8 @@ class LocalGradients:
 
     def read(self) -> dict[str, Tensor]:
         """Return those that exist, by the names of parameters. If some are partial: all ranks together."""
-        known = self._read()
-        return {
-            shard.name: gradient for shard, gradient in zip(self._shards, known, strict=True) if gradient is not None
-        }
+        pairs = zip(self._shards, self._read(), strict=True)
+        return {shard.name: gradient for shard, gradient in pairs if gradient is not None}
 
     def move(self) -> None:
         """Move them from the model's parameters to the optimizer's."""

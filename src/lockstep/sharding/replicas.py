@@ -20,7 +20,7 @@ from lockstep.sharding.buffers import SyncedBuffers
 from lockstep.sharding.context import Sharding, ShardingContext
 from lockstep.sharding.model_state import ModelState
 from lockstep.sharding.parameter_shards import LocalGradients, ParameterShard, parameter_shards
-from lockstep.sharding.single import named_gradients, run_backward, unused_parameters, without_gradient
+from lockstep.sharding.single import named_gradients, run_backward, unused_parameters
 
 if TYPE_CHECKING:
     from lockstep.core.protocols import Axis, Optimizer
@@ -57,9 +57,6 @@ class ReplicaStep(GradientStep):
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         run_backward(loss, seed)
-
-    def parameters_without_gradient(self) -> list[str]:
-        return without_gradient(self.module)
 
     def squared_norm(self) -> Tensor:
         self._reduce()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
-from lockstep.core.protocols import NO_CONTEXT, GradientStep
+from lockstep.core.protocols import GradientStep
 from lockstep.distributed.shard_boxes import dtype_name
 from lockstep.sharding.context import Builder, Sharding, ShardingContext, SquaredNorm
 from lockstep.sharding.model_state import ModelState
@@ -44,9 +43,6 @@ class LocalStep(GradientStep):
         self._optimizer = optimizer
         self._parameters = trainable_parameters(model)
         self._squared_norm = squared_norm
-
-    def sync_context(self, last: bool) -> AbstractContextManager[object]:
-        return NO_CONTEXT
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         run_backward(loss, seed)
@@ -153,9 +149,6 @@ class StepInBackward(GradientStep):
         assert parameter.grad is not None, "the hook comes after the gradient"
         self._squares[parameter] = self._squared_norm([parameter.grad])
         self._optimizer.update(self._rate, 1.0, True)
-
-    def sync_context(self, last: bool) -> AbstractContextManager[object]:
-        return NO_CONTEXT
 
     def backward(self, loss: Tensor, seed: Tensor) -> None:
         run_backward(loss, seed)

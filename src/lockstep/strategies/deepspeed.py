@@ -11,11 +11,22 @@ DeepSpeed 0.19 all-reduces them. zero3 sends less for a model below `stage3_max_
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from lockstep.strategies.record import CPU, NONE, StateSharding, Strategy, Variant, gradients_all_reduced, refused
+from lockstep.strategies.record import (
+    CPU,
+    NONE,
+    StateSharding,
+    Strategy,
+    Traffic,
+    Update,
+    Variant,
+    gradients_all_reduced,
+    refused,
+)
 from lockstep.strategies.section import PathText, Section
 
 
@@ -38,6 +49,27 @@ class DeepSpeed(Section):
     keys are passed on or refused by name."""
 
 
+def _sends(stage: int, update: Update) -> Traffic:
+    if stage == 0:
+        return gradients_all_reduced(update)
+    parts = update.micro_batches
+    return update.traffic(gathers=2 * parts if stage == 3 else 1, reduces={1: 2, 2: 2 * parts, 3: parts}[stage])
+
+
+def _zero(stage: int, note: str) -> Variant:
+    kept_whole = "lockstep.config.deepspeed:kept_whole" if stage == 3 else ""
+    shards = {"parameters": stage > 2, "gradients": stage > 1, "optimizer": stage > 0, "masters": stage > 0}
+    return Variant(
+        name=f"zero{stage}",
+        title=f"deepspeed with zero_stage {stage}",
+        options={"zero_stage": stage},
+        mesh="shards" if stage else "replicas",
+        state=StateSharding(note, **shards, kept_whole=kept_whole),
+        sends=partial(_sends, stage),
+        cells={} if stage else {"offload": NONE},
+    )
+
+
 STRATEGY = Strategy(
     name="deepspeed",
     build="lockstep.sharding.deepspeed:BUILDER",
@@ -55,47 +87,9 @@ STRATEGY = Strategy(
     values="lockstep.config.deepspeed_check:left_to_deepspeed",
     import_on_cpu="lockstep.sharding.deepspeed:import_deepspeed",
     variants=(
-        Variant(
-            name="zero0",
-            options={"zero_stage": 0},
-            mesh="replicas",
-            state=StateSharding("every rank holds everything"),
-            sends=gradients_all_reduced,
-            cells={"offload": NONE},
-            title="deepspeed with zero_stage 0",
-        ),
-        Variant(
-            name="zero1",
-            options={"zero_stage": 1},
-            mesh="shards",
-            state=StateSharding(
-                "optimizer state is sharded, with the values that it updates", optimizer=True, masters=True
-            ),
-            sends=lambda update: update.traffic(gathers=1, reduces=2),
-            title="deepspeed with zero_stage 1",
-        ),
-        Variant(
-            name="zero2",
-            options={"zero_stage": 2},
-            mesh="shards",
-            state=StateSharding("also gradients", gradients=True, optimizer=True, masters=True),
-            sends=lambda update: update.traffic(gathers=1, reduces=2 * update.micro_batches),
-            title="deepspeed with zero_stage 2",
-        ),
-        Variant(
-            name="zero3",
-            options={"zero_stage": 3},
-            mesh="shards",
-            state=StateSharding(
-                "also parameters, of which each rank also holds the small ones whole",
-                parameters=True,
-                gradients=True,
-                optimizer=True,
-                masters=True,
-                kept_whole="lockstep.config.deepspeed:kept_whole",
-            ),
-            sends=lambda update: update.traffic(gathers=2 * update.micro_batches, reduces=update.micro_batches),
-            title="deepspeed with zero_stage 3",
-        ),
+        _zero(0, "every rank holds everything"),
+        _zero(1, "optimizer state is sharded, with the values that it updates"),
+        _zero(2, "also gradients"),
+        _zero(3, "also parameters, of which each rank also holds the small ones whole"),
     ),
 )

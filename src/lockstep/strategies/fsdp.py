@@ -8,6 +8,7 @@ hybrids      among the shards of a replica; then each shard's gradients are all-
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from lockstep.core.errors import Problem
@@ -16,6 +17,7 @@ from lockstep.strategies.record import (
     ELEMENT_BYTES,
     WHOLE_MATRICES,
     Cell,
+    MeshKind,
     StateSharding,
     Strategy,
     Traffic,
@@ -86,8 +88,28 @@ def _grad_op(update: Update) -> Traffic:
     return update.traffic(gathers=update.micro_batches, reduces=1)
 
 
-def _sharded(note: str) -> StateSharding:
-    return StateSharding(note, parameters=True, gradients=True, optimizer=True)
+_SETTINGS: dict[str, tuple[MeshKind, Callable[[Update], Traffic]]] = {
+    "FULL_SHARD": ("shards", _full_shard),
+    "SHARD_GRAD_OP": ("shards", _grad_op),
+    "NO_SHARD": ("replicas", gradients_all_reduced),
+    "HYBRID_SHARD": ("hybrid", _full_shard),
+    "_HYBRID_SHARD_ZERO2": ("hybrid", _grad_op),
+}
+
+
+def _variant(name: str, setting: str, note: str, replicated: str = "") -> Variant:
+    """Return the variant of a `sharding_strategy`; `replicated`: the one that does the same in several replicas."""
+    mesh, sends = _SETTINGS[setting]
+    shards = mesh != "replicas"
+    return Variant(
+        name=name,
+        title="" if mesh == "hybrid" else f"fsdp with {setting}",
+        options={"sharding_strategy": setting},
+        mesh=mesh,
+        state=StateSharding(note, parameters=shards, gradients=shards, optimizer=shards),
+        sends=sends,
+        replicated=replicated and f"parallel.fsdp.sharding_strategy: {replicated}",
+    )
 
 
 _LATE_GRADIENTS = (
@@ -127,45 +149,15 @@ STRATEGY = Strategy(
         ),
     },
     variants=(
-        Variant(
-            name="fsdp",
-            options={"sharding_strategy": "FULL_SHARD"},
-            mesh="shards",
-            state=_sharded("everything is sharded; a block is gathered while it is used"),
-            sends=_full_shard,
-            title="fsdp with FULL_SHARD",
-            replicated="parallel.fsdp.sharding_strategy: HYBRID_SHARD",
+        _variant("fsdp", "FULL_SHARD", "everything is sharded; a block is gathered while it is used", "HYBRID_SHARD"),
+        _variant(
+            "fsdp-grad-op",
+            "SHARD_GRAD_OP",
+            "as fsdp, but all blocks are gathered from forward to backward",
+            "_HYBRID_SHARD_ZERO2",
         ),
-        Variant(
-            name="fsdp-grad-op",
-            options={"sharding_strategy": "SHARD_GRAD_OP"},
-            mesh="shards",
-            state=_sharded("as fsdp, but all blocks are gathered from forward to backward"),
-            sends=_grad_op,
-            title="fsdp with SHARD_GRAD_OP",
-            replicated="parallel.fsdp.sharding_strategy: _HYBRID_SHARD_ZERO2",
-        ),
-        Variant(
-            name="fsdp-no-shard",
-            options={"sharding_strategy": "NO_SHARD"},
-            mesh="replicas",
-            state=StateSharding("every rank holds everything"),
-            sends=gradients_all_reduced,
-            title="fsdp with NO_SHARD",
-        ),
-        Variant(
-            name="fsdp-hybrid",
-            options={"sharding_strategy": "HYBRID_SHARD"},
-            mesh="hybrid",
-            state=_sharded("as fsdp, in each replica"),
-            sends=_full_shard,
-        ),
-        Variant(
-            name="fsdp-hybrid-grad-op",
-            options={"sharding_strategy": "_HYBRID_SHARD_ZERO2"},
-            mesh="hybrid",
-            state=_sharded("as fsdp-grad-op, in each replica"),
-            sends=_grad_op,
-        ),
+        _variant("fsdp-no-shard", "NO_SHARD", "every rank holds everything"),
+        _variant("fsdp-hybrid", "HYBRID_SHARD", "as fsdp, in each replica"),
+        _variant("fsdp-hybrid-grad-op", "_HYBRID_SHARD_ZERO2", "as fsdp-grad-op, in each replica"),
     ),
 )

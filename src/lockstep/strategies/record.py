@@ -271,9 +271,8 @@ class Strategy:
         try:
             return self.options.model_validate(written)
         except ValidationError as error:
-            raise ConfigError(
-                [_problem(("parallel", self.section), self.options, each) for each in error.errors()]
-            ) from error
+            problems = [_problem(("parallel", self.section), self.options, each) for each in error.errors()]
+            raise ConfigError(problems) from error
 
     def variant(self, parallel: Parallel) -> Variant:
         """Return the variant that the options select."""

@@ -16,14 +16,18 @@ from pydantic import AfterValidator, BaseModel, ValidationError, WithJsonSchema
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.strategies import ddp, deepspeed, dp, fsdp, single
+from lockstep.strategies.ddp import STRATEGY as DDP
+from lockstep.strategies.deepspeed import STRATEGY as DEEPSPEED
+from lockstep.strategies.dp import STRATEGY as DP
+from lockstep.strategies.fsdp import STRATEGY as FSDP
 from lockstep.strategies.partitions import AXES, PARTITIONS, partitions_of
 from lockstep.strategies.record import MeshKind, Partition, RunLayout, Strategy, Variant
+from lockstep.strategies.single import STRATEGY as SINGLE
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Parallel
 
-BUILTIN = (single.STRATEGY, dp.STRATEGY, ddp.STRATEGY, fsdp.STRATEGY, deepspeed.STRATEGY)
+BUILTIN = (SINGLE, DP, DDP, FSDP, DEEPSPEED)
 AUTO = "auto"
 REFERENCE = next(strategy for strategy in BUILTIN if strategy.reference)
 PLAIN = next(strategy for strategy in BUILTIN if strategy.variants[0].implied)
@@ -138,9 +142,8 @@ def uses_ranks(name: str) -> bool:
 
 def find_variant(name: str) -> tuple[Strategy, Variant]:
     """Return the variant of this name and its strategy; it must be registered."""
-    return next(
-        (strategy, variant) for strategy in strategies() for variant in strategy.variants if variant.name == name
-    )
+    pairs = ((strategy, variant) for strategy in strategies() for variant in strategy.variants)
+    return next(pair for pair in pairs if pair[1].name == name)
 
 
 # --- which strategies and partitions combine ------------------------------------------------------------------------

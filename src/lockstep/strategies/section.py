@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterable
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from lockstep.core.local_paths import checked_path_text
 from lockstep.stores.addresses import checked_place_text, checked_run_place_text
@@ -29,6 +30,16 @@ class Section(BaseModel):
         defer_build=True,
         protected_namespaces=(),
     )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for why in self._contradictions():
+            raise ValueError(why)
+        return self
+
+    def _contradictions(self) -> Iterable[str]:
+        """Yield what is wrong with the values together, for sections where that may be; the first is reported."""
+        return ()
 
 
 def without_effect(section: Section, switch: str) -> str:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep.core.hub import needs_hub
+from lockstep.core.processes import may_fork
 from lockstep.data.hub import names_hub
-from lockstep.launch.forking import may_fork
 from lockstep.strategies.record import resolved
 from lockstep.strategies.registry import AUTO, find_strategy
 

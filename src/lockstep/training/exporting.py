@@ -26,9 +26,10 @@ from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.reading import Reader, ReadItem, read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.storage import MANIFEST, names_by_step
+from lockstep.config.known_runs import RunConfig, known_as
 from lockstep.config.loading import validate
 from lockstep.config.schema import Config
-from lockstep.config.trust import GIVEN, RunConfig, known_as
+from lockstep.config.trust import GIVEN
 from lockstep.core.errors import ConfigError, Failure, RunFailed
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.progress import Progress

@@ -21,7 +21,8 @@ from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
-from lockstep.config.trust import GIVEN, id_of_run
+from lockstep.config.known_runs import id_of_run
+from lockstep.config.trust import GIVEN
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.extensions import instance
 from lockstep.core.near_runs import did_you_mean_run

@@ -29,14 +29,14 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.storage import Owner, names_by_step
-from lockstep.config.trust import CONFIG, id_of_run
+from lockstep.config.known_runs import CONFIG, id_of_run
 from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, Failure, Problem
+from lockstep.core.processes import in_fork, may_fork
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
 from lockstep.core.terminal import command_line
 from lockstep.distributed.collectives import from_first_rank
-from lockstep.launch.forking import in_fork, may_fork
 from lockstep.monitor.folder import is_finished, is_run
 from lockstep.monitor.jsonl import finite
 from lockstep.plan.schedule import LENGTHS

@@ -122,7 +122,7 @@ class WholeModel:
     def draw_sharded(self, sharding: Sharding) -> None:
         """Set the parameters of a strategy in use, which have no values yet, to their initial ones."""
         self.draw(sharding.state.model, sharding.state.flat)
-        sharding.state.values_changed()
+        sharding.state.after_restore()
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,13 +55,10 @@ class Visibility:
 def attend(query: Tensor, key: Tensor, value: Tensor, visibility: Visibility) -> AttentionOutput:
     """Return attention; no gradient is recorded."""
     if query.device.type == "cpu":
-        results = _flash_cpu(
-            query, key, value, 0.0, visibility.causal, attn_mask=visibility.mask, scale=visibility.scale
-        )
-        return AttentionOutput(results[0], results[1])
+        options = {"attn_mask": visibility.mask, "scale": visibility.scale}
+        return AttentionOutput(*_flash_cpu(query, key, value, 0.0, visibility.causal, **options)[:2])
     if _has_flash(query, visibility):
-        results = _flash(query, key, value, 0.0, visibility.causal, scale=visibility.scale)
-        return AttentionOutput(results[0], results[1])
+        return AttentionOutput(*_flash(query, key, value, 0.0, visibility.causal, scale=visibility.scale)[:2])
     return attend_by_formula(query, key, value, visibility)
 
 

@@ -137,9 +137,8 @@ def _transformers_attention(
     assert division is not None, "sequences are divided"
     window = options.get("sliding_window")
     if window is not None and window < division.length:
-        raise _unsupported(
-            f"lets tokens see {window} tokens back (sliding_window)", "attention that sees everything before"
-        )
+        sees = f"lets tokens see {window} tokens back (sliding_window)"
+        raise _unsupported(sees, "attention that sees everything before")
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise _unsupported(f"gives its attention {name}", "plain attention")

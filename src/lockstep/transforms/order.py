@@ -55,9 +55,7 @@ def split_at(step: str, transforms: Sequence[Transform]) -> tuple[list[Transform
         names = [transform.name for transform in transforms]
         raise ConfigError(f"transforms: two are named {next(name for name in names if names.count(name) > 1)}")
     known = {*by_name, step}
-    graph: dict[str, set[str]] = {
-        name: {other for other in transform.after if other in known} for name, transform in by_name.items()
-    }
+    graph = {name: {other for other in transform.after if other in known} for name, transform in by_name.items()}
     graph.setdefault(step, set())
     for name, transform in by_name.items():
         for other in transform.before:

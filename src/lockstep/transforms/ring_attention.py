@@ -51,13 +51,11 @@ def ring_attention(
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        query, key, value = (
-            tensor if tensor.dtype is torch.float64 else tensor.to(dtype) for tensor in (query, key, value)
-        )
+        given = (query, key, value)
+        query, key, value = (each if each.dtype is torch.float64 else each.to(dtype) for each in given)
     with torch.autocast(kind, enabled=False):
-        shape = _AttentionShape(
-            query.shape[-1] ** -0.5 if scale is None else scale, causal, query.shape[1] // key.shape[1]
-        )
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        shape = _AttentionShape(scale, causal, query.shape[1] // key.shape[1])
         return _RingAttention.apply(query, key, value, division, shape)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -165,9 +163,8 @@ def _merge(tensor: AttentionOutput, other: AttentionOutput, first: int) -> Atten
     joined += other.values.to(lse.dtype) * torch.exp(new - total)[..., None]
     if first == 0:
         return AttentionOutput(joined, total)
-    return AttentionOutput(
-        torch.cat([values[:, :, :first], joined], dim=2), torch.cat([lse[:, :, :first], total], dim=2)
-    )
+    pairs = ((values, joined), (lse, total))
+    return AttentionOutput(*(torch.cat([whole[:, :, :first], rest], dim=2) for whole, rest in pairs))
 
 
 def _repeat_keys(keys: Tensor, group: int) -> Tensor:
