@@ -92,14 +92,9 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser with Lockstep's exit code and wording of errors, and without abbreviations."""
 
     def __init__(self, verb: str, summary: str, epilog: str = "", usage: str | None = None) -> None:
-        super().__init__(
-            prog=f"lockstep {verb}",
-            usage=f"lockstep {verb} {usage}" if usage else None,
-            description=summary,
-            epilog=epilog,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        prog, formatter = f"lockstep {verb}", argparse.RawDescriptionHelpFormatter
+        usage = f"{prog} {usage}" if usage else None
+        super().__init__(prog, usage, summary, epilog, formatter_class=formatter, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         echo(f"lockstep: {message.removeprefix('argument ')}\n{self.format_usage().strip()}", file=sys.stderr)

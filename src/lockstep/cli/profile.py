@@ -8,16 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.cli.arguments import (
-    CONFIG_EPILOG,
-    Command,
-    Parser,
-    add_json,
-    add_run,
-    approved_config,
-    run_path,
-    whole,
-)
+from lockstep.cli.arguments import CONFIG_EPILOG, Command, Parser, add_json, add_run, approved_config, run_path, whole
 from lockstep.core.errors import RunFailed
 from lockstep.core.json_output import emit
 from lockstep.core.near_runs import not_a_run

@@ -10,13 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.deepspeed_check import (
-    AUTO,
-    Derived,
-    check,
-    is_number_of_elements,
-    read_deepspeed,
-)
+from lockstep.config.deepspeed_check import AUTO, Derived, check, is_number_of_elements, read_deepspeed
 from lockstep.config.deepspeed_keys import deepspeed_keys, keys_of
 
 if TYPE_CHECKING:

@@ -227,11 +227,7 @@ class ActivationCheckpointing(Section):
                 yield f"{name} {value} is an option of mode {' or '.join(modes)}; {self.mode} would ignore it"
 
 
-_OPTIONS_OF_MODES = {
-    "every": ("full", "selective"),
-    "modules": ("full", "selective"),
-    "budget": ("budget",),
-}
+_OPTIONS_OF_MODES = {"every": ("full", "selective"), "modules": ("full", "selective"), "budget": ("budget",)}
 
 
 class Memory(Section):

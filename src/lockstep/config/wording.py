@@ -42,12 +42,7 @@ def expectation(at: ValueShape) -> str:
 def _bounds(bounds: Range) -> str:
     if bounds.ge is not None and bounds.le is not None:
         return f" from {_number(bounds.ge)} to {_number(bounds.le)}"
-    words = (
-        ("above {}", bounds.gt),
-        ("of {} or more", bounds.ge),
-        ("below {}", bounds.lt),
-        ("up to {}", bounds.le),
-    )
+    words = (("above {}", bounds.gt), ("of {} or more", bounds.ge), ("below {}", bounds.lt), ("up to {}", bounds.le))
     limits = [word.format(_number(limit)) for word, limit in words if limit is not None]
     return f" {' and '.join(limits)}" if limits else ""
 

@@ -81,13 +81,8 @@ class Durations:
         """Return what was added since `earlier`; its extremes are exact to 1 %."""
         bins = self.bins - earlier.bins
         low, high = (math.exp(index * _RATIO) for index in (min(bins), max(bins))) if bins else (math.inf, 0.0)
-        return Durations(
-            bins,
-            self.count - earlier.count,
-            self.total - earlier.total,
-            max(low, self.low),
-            min(high, self.high),
-        )
+        count, total = self.count - earlier.count, self.total - earlier.total
+        return Durations(bins, count, total, max(low, self.low), min(high, self.high))
 
     @property
     def mean(self) -> float:
@@ -127,12 +122,9 @@ class UpdateTimes:
 
     def since(self, earlier: UpdateTimes) -> UpdateTimes:
         """Return what was added since `earlier`."""
-        return UpdateTimes(
-            self.durations.since(earlier.durations),
-            [mine - before for mine, before in zip(self.split, earlier.split, strict=True)],
-            self.measured - earlier.measured,
-            self.evaluation - earlier.evaluation,
-        )
+        split = [mine - before for mine, before in zip(self.split, earlier.split, strict=True)]
+        measured, evaluation = self.measured - earlier.measured, self.evaluation - earlier.evaluation
+        return UpdateTimes(self.durations.since(earlier.durations), split, measured, evaluation)
 
 
 @dataclass(frozen=True, slots=True)

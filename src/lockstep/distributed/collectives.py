@@ -105,14 +105,8 @@ class RankGroup:
     def start_all_to_all(self, sent: Tensor, given: Sequence[int], taken: Sequence[int]) -> Callable[[], Tensor]:
         size, dtype, moved = sent.itemsize, sent.dtype, self._moved(sent).view(torch.uint8)  # no backend lacks bytes
         received = moved.new_empty(sum(taken) * size)
-        work = dist.all_to_all_single(
-            received,
-            moved,
-            [number * size for number in taken],
-            [number * size for number in given],
-            group=self._group,
-            async_op=True,
-        )
+        sizes = ([number * size for number in numbers] for numbers in (taken, given))
+        work = dist.all_to_all_single(received, moved, *sizes, group=self._group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()

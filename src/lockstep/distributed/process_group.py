@@ -115,11 +115,7 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
         raise RunFailed("the process group of a run that failed in this process could not be closed; start a new one")
     if dist.is_initialized():  # the user's program made the group, and ends it
         world = _world(environment, device, dist.get_backend(), launch.timeout, wakes=False)
-        with (
-            waiting_over(world.exchange),
-            user_collectives.current_group(world.axis),
-            _failure_posted(world),
-        ):
+        with waiting_over(world.exchange), user_collectives.current_group(world.axis), _failure_posted(world):
             yield world
         return
     backend = choose_backend(launch.backend, device)

@@ -350,8 +350,7 @@ class FollowedJob:
             text = "\n".join([f"{state.text}\nnote: {why}", *consoles])
             return replace(state, text=text, code=max(state.ends.values(), default=1) or 1)
 
-        way = command_line("lockstep", "launch", "aws", "follow", self.job.identifier)
-        return follow_until_end(way, ask, lambda _: self._objects.print_log(), _POLL_S)
+        return follow_until_end("aws", self.job.identifier, ask, lambda _: self._objects.print_log(), _POLL_S)
 
     def _fetch(self, folder: Path, nodes: int) -> None:
         """Fetch the results; if that fails, end what is paid by the hour, and keep them. Raises RunFailed."""

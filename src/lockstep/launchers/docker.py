@@ -117,8 +117,7 @@ class DockerLauncher:
                 since = str(time.time())
             _finished(job, status)
 
-        way = command_line("lockstep", "launch", "docker", "follow", job.number)
-        return follow_until_end(way, lambda: _state(job, canceled=True), print_new, _POLL_S)
+        return follow_until_end("docker", job.number, lambda: _state(job, canceled=True), print_new, _POLL_S)
 
     def cancel(self, job: LaunchedJob) -> None:
         """Stop the containers: the ranks save within the grace period."""

@@ -21,7 +21,7 @@ import yaml
 from lockstep.core.errors import ConfigError, RunFailed, Stopped
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
 from lockstep.core.stopping import undo_on_stop
-from lockstep.core.terminal import command_line, echo, plain
+from lockstep.core.terminal import echo, plain
 from lockstep.launchers.kubernetes_manifests import TOKEN, KubernetesOptions, check, documents, text_of, workdir
 from lockstep.launchers.tools import execute, follow_until_end, job_name, refuse_to_cancel_ended, write_files
 
@@ -91,9 +91,8 @@ class KubernetesLauncher:
         """Print the log of the first pod, and of those that replace it, until the job has ended."""
         target = _named(job.number)
         _ask(target)
-        printed, way = _PodLogs(target), command_line("lockstep", "launch", "kubernetes", "follow", job.number)
         try:
-            return follow_until_end(way, lambda: _ask(target), printed.print_new, _POLL_S)
+            return follow_until_end("kubernetes", job.number, lambda: _ask(target), _PodLogs(target).print_new, _POLL_S)
         except ConfigError:
             echo(f"Kubernetes {target.identifier}: deleted", file=sys.stderr)
             return Stopped.exit_code

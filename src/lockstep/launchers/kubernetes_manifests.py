@@ -19,14 +19,7 @@ from pydantic import Field
 from lockstep.core.errors import ConfigError, Paused, Problem, Stopped, VerificationError, refuse
 from lockstep.core.jobs import JobCommand
 from lockstep.core.terminal import command_line, shortened
-from lockstep.launchers.tools import (
-    as_comment,
-    as_yaml,
-    pairs,
-    program_words,
-    seconds_to_save,
-    variable_problems,
-)
+from lockstep.launchers.tools import as_comment, as_yaml, pairs, program_words, seconds_to_save, variable_problems
 from lockstep.stores.addresses import is_address
 from lockstep.strategies.section import Auto, Positive, Section
 

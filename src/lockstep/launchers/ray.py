@@ -26,7 +26,7 @@ from pydantic import Field
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, Problem, RunFailed, Stopped, refuse
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan
-from lockstep.core.terminal import command_line, echo, plain
+from lockstep.core.terminal import echo, plain
 from lockstep.launchers.tools import (
     follow_until_end,
     job_name,
@@ -164,7 +164,7 @@ class RayLauncher:
     def follow(self, job: LaunchedJob) -> int:
         """Print the job's output until it has ended."""
         client, name = _named(job.number)
-        output, way = JobOutput(), command_line("lockstep", "launch", "ray", "follow", job.number)
+        output = JobOutput()
 
         def print_new(status: JobStatus) -> None:
             with _answers(name):
@@ -173,7 +173,7 @@ class RayLauncher:
                 else:
                     output.print_new(client.get_job_logs(name) + "\n", 0)
 
-        return follow_until_end(way, lambda: _status(client, name), print_new, _POLL_S)
+        return follow_until_end("ray", job.number, lambda: _status(client, name), print_new, _POLL_S)
 
     def cancel(self, job: LaunchedJob) -> None:
         """Stop the job: its driver gets SIGTERM, and the nodes save and stop within its grace."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lockstep.core.errors import ConfigError, Paused, Problem, RunFailed, Stopped, refuse
 from lockstep.core.jobs import JobCommand, JobStatus, LaunchedJob, LaunchPlan, SweepOptions
-from lockstep.core.terminal import command_line, plain_line, shortened
+from lockstep.core.terminal import plain_line, shortened
 from lockstep.launchers.mounts import Mount, mount_problems
 from lockstep.launchers.tools import (
     OutputTail,
@@ -126,8 +126,7 @@ class SlurmLauncher:
                 time.sleep(_LATE_OUTPUT_S)
             tail.print_new()
 
-        way = command_line("lockstep", "launch", "slurm", "follow", job.number)
-        return follow_until_end(way, lambda: self.status(job), print_new, _POLL_S)
+        return follow_until_end("slurm", job.number, lambda: self.status(job), print_new, _POLL_S)
 
     def cancel(self, job: LaunchedJob) -> None:
         """Cancel the job: Slurm sends SIGTERM to its processes, so the ranks save as far as Slurm's KillWait allows."""

@@ -21,7 +21,7 @@ from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded, write_atomically
 from lockstep.core.jobs import JobCommand, JobStatus
 from lockstep.core.secrets import names_a_secret
-from lockstep.core.terminal import echo, plain, shortened
+from lockstep.core.terminal import command_line, echo, plain, shortened
 
 _Answer = TypeVar("_Answer")
 
@@ -154,12 +154,14 @@ def write_files(files: Mapping[Path, str]) -> None:
 _State = TypeVar("_State", bound=JobStatus)
 
 
-def follow_until_end(way: str, ask: Callable[[], _State], print_new: Callable[[_State], object], pause: float) -> int:
+def follow_until_end(
+    launcher: str, job: str, ask: Callable[[], _State], print_new: Callable[[_State], object], pause: float
+) -> int:
     """Print changes of a job's state, and what is new of its output, until it has ended; return its exit code.
 
-    Both may fail for a while, as when the network is gone; `way` is the command that follows the job again.
+    Both may fail for a while, as when the network is gone.
     """
-    shown = ""
+    shown, way = "", command_line("lockstep", "launch", launcher, "follow", job)
     while True:
         state = _patiently(way, ask, pause)
         if state.text != shown:

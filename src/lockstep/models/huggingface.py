@@ -33,7 +33,7 @@ from lockstep.models.blocks import repeated_blocks
 from lockstep.models.config_keys import check_keys, effective_keys, override
 from lockstep.models.initialization import generators_keyed, reset_modules
 from lockstep.models.meta_model import MetaModel, parameters_without_values, reset_by_block, resets_stay_in_blocks
-from lockstep.models.transformers_models import ignored_names, quiet
+from lockstep.models.transformers_models import WITH_REPORT, ignored_names, quiet
 from lockstep.models.weight_files import Weights, read_weights, refuse_damaged
 from lockstep.models.weight_matching import DEQUANTIZE, PARTIAL, Slot, WeightMatch, match_weights, problems_of
 
@@ -264,14 +264,8 @@ def _from_config(section: HuggingFaceModel, config: Any, trust_remote_code: bool
 
 def _from_pretrained(section: HuggingFaceModel, config: Any, trust_remote_code: bool) -> tuple[Any, set[str]]:
     weights = _read(section)
-    model, report = _auto_class(section).from_pretrained(
-        section.pretrained,
-        config=config,
-        dtype=torch.float32,
-        trust_remote_code=trust_remote_code,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    given = {"config": config, "trust_remote_code": trust_remote_code}
+    model, report = _auto_class(section).from_pretrained(section.pretrained, **given, **WITH_REPORT)
     match, own = _matched(model, weights), model.state_dict()
     shapes = [(name, torch.empty(shape, device="meta")) for name, shape, _ in report["mismatched_keys"]]
     reshaped = [(Slot((name,), own[name]), other) for name, other in shapes]

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from lockstep.models.initialization import generators_keyed
 
+WITH_REPORT: Mapping[str, Any] = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
+"""How weights are loaded: in fp32, and with a report of those that don't fit."""
 _ONCE_SAVED = ("rotary_emb.inv_freq", "position_ids")  # buffers of many kinds of models
 
 
@@ -33,19 +35,13 @@ def translated(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] |
     """Return the tensors under the model's names, and others unchanged; None if the library can't load them."""
     try:
         with quiet(), generators_keyed(0, "names"):
-            loaded, report = type(model).from_pretrained(
-                None,
-                config=model.config,
-                state_dict=dict(tensors),
-                dtype=torch.float32,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
+            of_model = {"config": model.config, "state_dict": dict(tensors)}
+            loaded, report = type(model).from_pretrained(None, **of_model, **WITH_REPORT)
     except (RuntimeError, ValueError, KeyError):
         return None
-    absent = set(report["missing_keys"]) | {name for name, _, _ in report["mismatched_keys"]}
-    own = {name: tensor for name, tensor in loaded.state_dict().items() if name not in absent}
     reshaped = {name: torch.empty(shape, device="meta") for name, shape, _ in report["mismatched_keys"]}
+    absent = {*report["missing_keys"], *reshaped}
+    own = {name: tensor for name, tensor in loaded.state_dict().items() if name not in absent}
     return {**own, **reshaped, **{name: tensors[name] for name in report["unexpected_keys"] if name in tensors}}
 
 

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -32,15 +33,10 @@ def vocab_parallel_cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoo
     first_token = boxes[0].offsets[-1] if boxes else 0
     sharded = cast("DTensor", logits)
     shard = sharded.to_local()
-    loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        shard.reshape(targets.numel(), shard.shape[-1]).float(),  # a rank may have no columns
-        targets.reshape(-1) - first_token,
-        targets.reshape(-1) != ignored,
-        logits.shape[-1],
-        sharded.device_mesh.get_group(),
-        label_smoothing,
-    )
-    return loss
+    columns, tokens = shard.reshape(targets.numel(), shard.shape[-1]).float(), targets.reshape(-1)  # perhaps no column
+    of_all = (logits.shape[-1], sharded.device_mesh.get_group(), label_smoothing)
+    apply: Callable[..., Tensor] = _CrossEntropy.apply
+    return apply(columns, tokens - first_token, tokens != ignored, *of_all)
 
 
 def full_logits(logits: Tensor) -> Tensor:
@@ -51,13 +47,7 @@ def full_logits(logits: Tensor) -> Tensor:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any,
-        logits: Tensor,
-        columns: Tensor,
-        valid: Tensor,
-        vocabulary: int,
-        group: ProcessGroup,
-        smoothing: float,
+        ctx: Any, logits: Tensor, columns: Tensor, valid: Tensor, vocabulary: int, group: ProcessGroup, smoothing: float
     ) -> Tensor:
         """Return the sum over valid targets, 0-dim.
 
@@ -75,15 +65,15 @@ class _CrossEntropy(torch.autograd.Function):
         sums = torch.stack([exponents.sum(1), target, shifted.sum(1)])
         total, target, logit_sum = RankGroup(group).sum(sums)
         losses = total.log() - (1 - smoothing) * target - smoothing / vocabulary * logit_sum
-        context.save_for_backward(exponents.div_(total.unsqueeze(1)), columns, is_here, valid)
-        context.smoothing, context.vocabulary = smoothing, vocabulary
+        ctx.save_for_backward(exponents.div_(total.unsqueeze(1)), columns, is_here, valid)
+        ctx.smoothing, ctx.vocabulary = smoothing, vocabulary
         return torch.where(valid, losses, 0).sum()
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return softmax - (1 - e) [v = y] - e / V, for target y with label smoothing e."""
-        softmax, columns, is_here, valid = context.saved_tensors
-        gradients = softmax - context.smoothing / context.vocabulary
+        softmax, columns, is_here, valid = ctx.saved_tensors
+        gradients = softmax - ctx.smoothing / ctx.vocabulary
         if gradients.shape[1]:
-            gradients.scatter_add_(1, columns, ((context.smoothing - 1) * is_here.to(gradients.dtype)).unsqueeze(1))
+            gradients.scatter_add_(1, columns, ((ctx.smoothing - 1) * is_here.to(gradients.dtype)).unsqueeze(1))
         return gradients.mul_((gradient * valid).unsqueeze(1)), None, None, None, None, None

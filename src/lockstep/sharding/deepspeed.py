@@ -112,13 +112,8 @@ def _initialize(deepspeed: Any, model: nn.Module, optimizer: torch.optim.Optimiz
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            engine, *_ = deepspeed.initialize(
-                model=model,
-                model_parameters=parameters,
-                optimizer=optimizer,
-                config=dict(config),
-                dist_init_required=False,
-            )
+            parts = {"model": model, "model_parameters": parameters, "optimizer": optimizer}
+            engine, *_ = deepspeed.initialize(**parts, config=dict(config), dist_init_required=False)
     except refusals as error:
         raise ConfigError(Problem("", "parallel.deepspeed", f"DeepSpeed refuses: {error}")) from error
     return engine

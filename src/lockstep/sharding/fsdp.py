@@ -63,16 +63,12 @@ def shard(context: ShardingContext) -> None:
     _refuse_selective_around(names, context, options)
     mesh = _device_mesh(context.position, options, context.world.device)
     by_rows = OPTIMIZERS[context.config.optim.name].whole_matrices  # it exchanges rows
+    dtypes = {name: _DTYPES[getattr(precision, name)] for name in ("param_dtype", "reduce_dtype", "output_dtype")}
     arguments: dict[str, Any] = {
         "mesh": mesh,
         "shard_placement_fn": None if by_rows else partial(_shard_placement, mesh["shard"].size()),
         "reshard_after_forward": options.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD"),
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=_DTYPES[precision.param_dtype],
-            reduce_dtype=_DTYPES[precision.reduce_dtype],
-            output_dtype=_DTYPES[precision.output_dtype],
-            cast_forward_inputs=precision.cast_forward_inputs,
-        ),
+        "mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=precision.cast_forward_inputs),
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
     }
     _cast_buffers(model, _DTYPES[precision.buffer_dtype])
@@ -102,14 +98,8 @@ def build(context: ShardingContext) -> Sharding:
     optimizer = context.optimizer(named, None if custom else _row_shards(shards))
     buffers = SyncedBuffers(model, context.position.data_parallel_group)
     step = FSDPStep(context, shards, optimizer, buffers)
-    state = ModelState(
-        model,
-        optimizer,
-        buffers=buffers,
-        partition=context.partition,
-        shards={shard.name: shard for shard in shards},
-        before_read=lambda: reshard_all(model),
-    )
+    held, reshard = {shard.name: shard for shard in shards}, partial(reshard_all, model)
+    state = ModelState(model, optimizer, buffers=buffers, partition=context.partition, shards=held, before_read=reshard)
     return Sharding(step, state, rounds_to_fp16=context.config.parallel.fsdp.mixed_precision.rounds_to_fp16)
 
 

@@ -9,7 +9,7 @@ Names that are private to torch's implementation are used only here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,7 +45,7 @@ class FSDPUnit:
         self,
         module: FSDPModule,
         on_gather: Callable[[FSDPUnit], None],
-        on_reduce: Callable[[FSDPUnit, Sequence[Tensor]], None],
+        on_reduce: Callable[[FSDPUnit, list[Tensor]], None],
     ) -> None:
         """Call back before each collective; `on_reduce` gets the trained parameters with a gradient, if any is sent."""
         module.set_custom_all_gather(cast("Any", _AnnouncedGather(self._gather, lambda: on_gather(self))))
@@ -82,26 +82,15 @@ class FSDPUnit:
         from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
         group: Any = self.group
-        device, trained = group.device, self._trained
+        device, trained, streams = group.device, self._trained, group.comm_ctx
         zeros = [torch.zeros(param._orig_size, dtype=_sent_dtype(param), device=device) for param in trained]
-        replicated = isinstance(group.mesh_info, DDPMeshInfo)
-        reduced: Any = foreach_reduce(
-            trained,
-            zeros,
-            cast("Any", group._reduce_scatter_process_group if isinstance(group.mesh_info, FSDPMeshInfo) else None),
-            group.comm_ctx.reduce_scatter_stream,
-            group._reduce_scatter_comm,
-            group._orig_dtype,
-            group._reduce_dtype,
-            device,
-            group.gradient_divide_factor,
-            group._all_reduce_process_group if replicated else None,
-            group.comm_ctx.all_reduce_stream,
-            group.all_reduce_grads,
-            None,
-            None,
-            group.force_sum_reduction_for_comms,
-        )
+        shards: Any = group._reduce_scatter_process_group if isinstance(group.mesh_info, FSDPMeshInfo) else None
+        scatter = (shards, streams.reduce_scatter_stream, group._reduce_scatter_comm)
+        dtypes, factor = (group._orig_dtype, group._reduce_dtype), group.gradient_divide_factor
+        replicas = group._all_reduce_process_group if isinstance(group.mesh_info, DDPMeshInfo) else None
+        reduce = (replicas, streams.all_reduce_stream, group.all_reduce_grads)
+        last = (None, None, group.force_sum_reduction_for_comms)
+        reduced: Any = foreach_reduce(trained, zeros, *scatter, *dtypes, device, factor, *reduce, *last)
         group.device_handle.current_stream().wait_event(reduced[3])  # after it the zeros may be freed
         for param in self._trained:
             if param.grad_offload_event is not None:

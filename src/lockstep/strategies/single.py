@@ -15,10 +15,7 @@ STRATEGY = Strategy(
     cells={"optimizer in backward": CPU},
     variants=(
         Variant(
-            name="single",
-            mesh="one process",
-            state=StateSharding("one process holds everything"),
-            sends=nothing_sent,
+            name="single", mesh="one process", state=StateSharding("one process holds everything"), sends=nothing_sent
         ),
     ),
 )

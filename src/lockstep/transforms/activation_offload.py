@@ -44,9 +44,6 @@ class OffloadActivations(Transform):
     def __init__(self, blocks_of: Callable[[nn.Module], Sequence[str]]) -> None:
         self._blocks_of = blocks_of
 
-    def refuses(self, model: nn.Module, device: torch.device) -> str | None:
-        return None  # the plan refuses it without accelerators
-
     def apply(self, model: nn.Module) -> nn.Module:
         offload = ActivationsOnHost([parameter.shape for parameter in model.parameters()])
         blocks = self._blocks_of(model)

@@ -35,7 +35,6 @@ from lockstep.distributed.mesh_position import MeshPosition, TensorParallelGroup
 from lockstep.transforms.tensor_experts import divide_experts, replaced_parameters
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 _SEQUENCE = Shard(1)  # [samples, positions, ...]
@@ -59,9 +58,6 @@ class TensorParallel(Transform):
         self.group: TensorParallelGroup | None = None
         self._position = position
         self._mode = mode
-
-    def refuses(self, model: nn.Module, device: torch.device) -> str | None:
-        return None  # the plan was checked when it was made
 
     def apply(self, model: nn.Module) -> nn.Module:
         position = self._position()
