@@ -53,6 +53,8 @@ __all__ = [
     "Optim", "Parallel", "ParameterRule", "PipelineParallel", "Run", "Schedule", "StdlibFunctions", "StdlibText",
     "TensorParallelOptions", "TextClassifierModel", "Tokens", "TransformerModel",
 ]  # fmt: skip
+GIVEN = "given"
+"""Stands in a config for an object that is passed in Python."""
 
 
 class ModelSection(Section):

@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.config.known_runs import RUN_ID, Keys, KnownRun, configs_of, digest_of, remember, why_forgetful
 from lockstep.config.loading import LoadedConfig, validate
-from lockstep.config.schema import Config
+from lockstep.config.schema import GIVEN, Config
 from lockstep.config.shape import ANYTHING, ValueShape, fields
 from lockstep.config.writing import hidden_in, plain_yaml, to_plain, to_public
 from lockstep.core.errors import ConfigError, Problem, refuse
@@ -27,7 +27,6 @@ from lockstep.core.tracking import TRACKERS
 from lockstep.stores.addresses import is_address
 from lockstep.strategies.section import Section
 
-GIVEN = "given"  # stands in a config for an object that is passed in Python
 _MOST_CONFIGS = 4  # per run: resuming it under other overrides makes another
 
 

@@ -21,9 +21,9 @@ from lockstep.config.known_runs import run_of
 from lockstep.config.loading import load, validate
 from lockstep.config.reading import read_file, to_python
 from lockstep.config.recipes import resolve_recipe
-from lockstep.config.schema import Config, ObjectiveConfig, Schedule
+from lockstep.config.schema import GIVEN, Config, ObjectiveConfig, Schedule
 from lockstep.config.training_sections import OPTIONS_OF_NAMED
-from lockstep.config.trust import GIVEN, approved
+from lockstep.config.trust import approved
 from lockstep.core.deferred_signals import DEFERRAL
 from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.ranks import names_a_rank

@@ -28,8 +28,7 @@ from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.storage import MANIFEST, names_by_step
 from lockstep.config.known_runs import RunConfig, known_as
 from lockstep.config.loading import validate
-from lockstep.config.schema import Config
-from lockstep.config.trust import GIVEN
+from lockstep.config.schema import GIVEN, Config, Model
 from lockstep.core.errors import ConfigError, Failure, RunFailed
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.progress import Progress
@@ -59,7 +58,6 @@ from lockstep.training.weights import (
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
     from lockstep.config.loading import LoadedConfig
-    from lockstep.config.schema import Config, Model
 
 OPTIMIZER = "optimizer."
 _RULES = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}

@@ -22,7 +22,7 @@ from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.known_runs import id_of_run
-from lockstep.config.trust import GIVEN
+from lockstep.config.schema import GIVEN, Checkpoint, Config
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.extensions import instance
 from lockstep.core.near_runs import did_you_mean_run
@@ -35,7 +35,6 @@ from lockstep.stores.buckets import open_store
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
     from lockstep.config.loading import LoadedConfig
-    from lockstep.config.schema import Checkpoint, Config
 
 
 @dataclass(frozen=True, slots=True)

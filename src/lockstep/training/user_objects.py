@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import nn
 
-from lockstep.config.trust import GIVEN
+from lockstep.config.schema import GIVEN, Config, Extension
 from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.extensions import instance, unimplemented
@@ -20,7 +20,6 @@ from lockstep.optim.stepping import closure_refusal
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
-    from lockstep.config.schema import Config, Extension
 
 
 class Objects(TypedDict, total=False):
