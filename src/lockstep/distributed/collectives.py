@@ -105,8 +105,8 @@ class RankGroup:
     def start_all_to_all(self, sent: Tensor, given: Sequence[int], taken: Sequence[int]) -> Callable[[], Tensor]:
         size, dtype, moved = sent.itemsize, sent.dtype, self._moved(sent).view(torch.uint8)  # no backend lacks bytes
         received = moved.new_empty(sum(taken) * size)
-        sizes = ([number * size for number in numbers] for numbers in (taken, given))
-        work = dist.all_to_all_single(received, moved, *sizes, group=self._group, async_op=True)
+        into, out_of = ([number * size for number in numbers] for numbers in (taken, given))
+        work = dist.all_to_all_single(received, moved, into, out_of, group=self._group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()

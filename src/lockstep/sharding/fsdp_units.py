@@ -90,7 +90,8 @@ class FSDPUnit:
         replicas = group._all_reduce_process_group if isinstance(group.mesh_info, DDPMeshInfo) else None
         reduce = (replicas, streams.all_reduce_stream, group.all_reduce_grads)
         last = (None, None, group.force_sum_reduction_for_comms)
-        reduced: Any = foreach_reduce(trained, zeros, *scatter, *dtypes, device, factor, *reduce, *last)
+        start: Any = foreach_reduce
+        reduced = start(trained, zeros, *scatter, *dtypes, device, factor, *reduce, *last)
         group.device_handle.current_stream().wait_event(reduced[3])  # after it the zeros may be freed
         for param in self._trained:
             if param.grad_offload_event is not None:

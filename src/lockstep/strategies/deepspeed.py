@@ -58,13 +58,13 @@ def _sends(stage: int, update: Update) -> Traffic:
 
 def _zero(stage: int, note: str) -> Variant:
     kept_whole = "lockstep.config.deepspeed:kept_whole" if stage == 3 else ""
-    shards = {"parameters": stage > 2, "gradients": stage > 1, "optimizer": stage > 0, "masters": stage > 0}
+    sharded = (stage > 2, stage > 1, stage > 0, stage > 0)  # parameters, gradients, optimizer, masters
     return Variant(
         name=f"zero{stage}",
         title=f"deepspeed with zero_stage {stage}",
         options={"zero_stage": stage},
         mesh="shards" if stage else "replicas",
-        state=StateSharding(note, **shards, kept_whole=kept_whole),
+        state=StateSharding(note, *sharded, kept_whole=kept_whole),
         sends=partial(_sends, stage),
         cells={} if stage else {"offload": NONE},
     )
