@@ -57,14 +57,13 @@ def _sends(stage: int, update: Update) -> Traffic:
 
 
 def _zero(stage: int, note: str) -> Variant:
-    kept_whole = "lockstep.config.deepspeed:kept_whole" if stage == 3 else ""
     sharded = (stage > 2, stage > 1, stage > 0, stage > 0)  # parameters, gradients, optimizer, masters
     return Variant(
         name=f"zero{stage}",
         title=f"deepspeed with zero_stage {stage}",
         options={"zero_stage": stage},
         mesh="shards" if stage else "replicas",
-        state=StateSharding(note, *sharded, kept_whole=kept_whole),
+        state=StateSharding(note, *sharded, kept_whole="lockstep.config.deepspeed:kept_whole" if stage == 3 else ""),
         sends=partial(_sends, stage),
         cells={} if stage else {"offload": NONE},
     )
