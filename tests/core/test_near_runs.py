@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from kit.commands import run_lockstep
+from kit.failures import gives
 
 from lockstep.cli.main import main
 from lockstep.config.recipes import resolve_recipe
@@ -76,7 +77,7 @@ def test_checkpoints_of_other_programs_are_answered_with_their_import(
 
 def test_a_name_is_no_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "digits", "--from", "checkpoint-5"]) == 2
-    assert "`lockstep ckpt import CHECKPOINT RUN --config FILE`" in capsys.readouterr().err
+    assert gives(capsys.readouterr().err, "lockstep ckpt import CHECKPOINT RUN --config FILE")
 
 
 def test_a_recipe_is_not_shadowed_by_a_folder_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kit.failures import fails
 
 from lockstep.config.schema import Digits, StdlibFunctions, StdlibText
 from lockstep.core.errors import ConfigError
@@ -35,7 +36,7 @@ def test_stdlib_text_is_the_library_without_every_20th_file():
 def test_stdlib_text_can_be_limited_to_its_first_samples():
     source = opened(StdlibText(kind="stdlib-text", samples=7))
     assert source.facts.samples == 7
-    with pytest.raises(ConfigError, match=r"samples 1000000000 is more than the \d+ that exist; null"):
+    with fails(ConfigError, 10**9, "null"):
         opened(StdlibText(kind="stdlib-text", samples=10**9))
 
 

@@ -50,7 +50,7 @@ def test_a_dead_worker_is_reported_wherever_the_main_thread_is(seconds: float) -
     how = r"\(pid \d+\) is killed by signal: Killed|\(pid\(s\) \d+\) exited unexpectedly"
     when = r"( while it read .*)?"  # of this update or of later ones
     why = r"(Reason|If it was killed): (by a person or a scheduler|out of memory).*"
-    assert re.fullmatch(rf"a data worker died{when}: DataLoader worker ({how})\. {why}", message)
+    assert re.fullmatch(rf"a data worker died{when}: .*({how})\. {why}", message)
 
 
 KILLED = "DataLoader worker (pid 7) is killed by signal: Killed. "
@@ -79,7 +79,7 @@ def test_the_reason_of_a_death_follows_the_kernels_counts(
 ) -> None:
     monkeypatch.setattr(fetching, "kernel_kills", lambda: kills)
     message = str(fetching._death(RuntimeError(error), Kills(0, 3)))
-    assert message == f"a data worker died: {error.strip(' .')}{reason}"
+    assert message.endswith(f": {error.strip(' .')}{reason}")
 
 
 def _users_own_worker_killed() -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kit import s3
+from kit.failures import fails
 from kit.s3 import BUCKET, Fault
 from kit.worlds import served
 
@@ -60,10 +61,10 @@ def test_a_split_is_downloaded_once_and_verified(proxy: s3.Proxy, tmp_path: Path
         entry.unlink()
     for entry in (tmp_path / "cache" / "tokens").iterdir():
         entry.rmdir() if entry.is_dir() else entry.unlink()
-    with pytest.raises(ConfigError, match=r"split train in s3://.* are not those that train\.json describes"):
+    with fails(ConfigError, "split train", ADDRESS, "train.json"):
         open_source(section, task=None, tokenizer=None)
     assert not [entry for entry in (tmp_path / "cache" / "tokens").iterdir() if entry.is_dir()]
-    with pytest.raises(ConfigError, match="has no split other; it has train"):
+    with fails(ConfigError, "split other", "train"):
         open_source(Tokens(kind="tokens", folder=ADDRESS, split="other", length=16), task=None, tokenizer=None)
 
 

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 from index_sources import IndexSource, make_loader
+from kit.failures import fails
 
 from lockstep.config.data_sections import BadSamples
 from lockstep.core.errors import RunFailed, Stopped, UnusableSamples
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.out_of_memory import error_location
 from lockstep.core.planted import UnreadableSamples, plant_unreadable
 from lockstep.core.progress import Progress
@@ -133,7 +135,7 @@ def test_a_warning_has_the_name_of_the_program(capsys: pytest.CaptureFixture[str
 
 def test_an_error_of_the_whole_batch_is_reported_as_that() -> None:
     source = Failing(3, lambda call: ValueError("sizes differ") if call in (1, 5) else None)
-    with pytest.raises(RunFailed, match="samples 0, 1, 2 can each be read, but not put into one batch: ValueError"):
+    with fails(RunFailed, "samples 0, 1, 2", "ValueError", kind=FailureKind.SAMPLE):
         first_update(source)
 
 
@@ -172,7 +174,7 @@ def test_the_sample_whose_tensor_is_another_is_named(odd: torch.Tensor, message:
 
 def test_samples_of_several_shapes_are_named() -> None:
     loader = make_loader(adapt_dataset([torch.zeros(size) for size in (2, 3, 4)]), shuffle=False)
-    with pytest.raises(RunFailed, match="samples 0, 1, 2 can each be read, but not put into one batch: RuntimeError"):
+    with fails(RunFailed, "samples 0, 1, 2", "RuntimeError", kind=FailureKind.SAMPLE):
         next(loader.updates(Progress()))
 
 
@@ -182,7 +184,7 @@ def test_an_item_that_torch_cant_put_into_a_batch_is_named(item: object, place: 
     items: list[Any] = [(torch.zeros(2), {"label": 1})] * 3
     items[place] = item
     loader = make_loader(adapt_dataset(items), shuffle=False)
-    with pytest.raises(RunFailed, match=f"sample {place} can't be read: TypeError"):
+    with fails(RunFailed, f"sample {place}", "TypeError", kind=FailureKind.SAMPLE):
         next(loader.updates(Progress()))
     skips = skipping(adapt_dataset(items), BadSamples(policy="skip"))
     (left_out,) = skips.fetch(np.arange(3)).left_out
@@ -229,8 +231,9 @@ class Items:
 
 
 def test_an_unreadable_item_of_the_fingerprint_is_named() -> None:
-    with pytest.raises(RunFailed, match=r"^sample 0 can't be read: KeyError: 'no such image' \(.*unreadable.py:\d+\)$"):
+    with fails(RunFailed, "sample 0", "KeyError: 'no such image'", kind=FailureKind.SAMPLE) as failed:
         adapt_dataset(Items(KeyError("no such image")))
+    assert re.search(r"unreadable.py:\d+\)$", str(failed.value))
 
 
 def test_a_fingerprint_that_runs_out_of_memory_raises_with_its_place() -> None:

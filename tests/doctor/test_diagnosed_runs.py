@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from kit.commands import run_lockstep
+from kit.failures import fails, gives
 from kit.recorded import BY_A_PERSON, GLOO_CLOSED, KILLED, PEER, record_end, recorded_run
 
 from lockstep.core.errors import ConfigError
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.doctor.known_failures import KNOWN, Standing
 from lockstep.doctor.run import describe_run, diagnose_run, run_as_json
 from lockstep.launch.ends_file import gist, read_ends
@@ -30,12 +32,17 @@ def test_the_cause_comes_before_its_consequences(tmp_path: Path) -> None:
     )
     diagnosis = diagnose_run(run)
     assert diagnosis.is_wrong
-    assert diagnosis.state == "failed after step 3 of 10"
-    assert [item.failure.name for item in diagnosis.seen] == ["out of memory", "peer closed its connection"]
+    assert gives(diagnosis.state, "failed", "step 3", 10)
+    assert [item.failure.name for item in diagnosis.seen] == [
+        FailureKind.OUT_OF_MEMORY.title,
+        FailureKind.PEER_FAILED.title,
+    ]
     (line,) = diagnosis.seen[0].evidence
     assert (line.file, line.line, line.rank) == ("logs/rank-1.log", 2, 1)
     text = describe_run(diagnosis, 80)
-    assert text.index("cause: out of memory") < text.index("consequence: peer closed its connection")
+    assert text.index(f"cause: {FailureKind.OUT_OF_MEMORY.title}") < text.index(
+        f"consequence: {FailureKind.PEER_FAILED.title}"
+    )
     assert "logs/rank-1.log:2: torch.OutOfMemoryError" in text
     assert (
         max(len(row) for row in text.splitlines() if not row.strip().startswith((str(tmp_path), "lockstep train")))
@@ -49,7 +56,7 @@ def test_a_rank_that_ended_silently_is_named(tmp_path: Path) -> None:
     run = recorded_run(tmp_path, f"{GLOO_CLOSED}\n", "step 3\n", f"{GLOO_CLOSED}\n")
     diagnosis = diagnose_run(run)
     assert diagnosis.is_wrong
-    assert "rank 1 ended without a message: killed, or hung. Run dmesg on that host." in diagnosis.notes
+    assert any(gives(note, "rank 1", "killed", "dmesg") for note in diagnosis.notes)
 
 
 def test_a_finished_run_is_fine_whatever_it_survived(tmp_path: Path) -> None:
@@ -65,7 +72,7 @@ def test_a_running_run_is_not_wrong(tmp_path: Path) -> None:
     (run.path / "config.yaml").write_text("run: {steps: 10}\n")
     assert diagnose_run(run.path).state.startswith("running")
     run.release()
-    assert diagnose_run(run.path).state.startswith("ended before its first update")
+    assert diagnose_run(run.path).state.startswith("ended before ")
 
 
 def test_discarded_updates_and_failed_saves_are_remarks(tmp_path: Path) -> None:
@@ -93,12 +100,12 @@ def test_damaged_and_hostile_files_are_read_within_bounds(tmp_path: Path, monkey
     assert item.evidence[0].line == 5001  # lines before the part that is read count, too
     assert "\x1b" not in describe_run(diagnosis, 80)
     (run / "logs" / "rank-2.log").symlink_to("/etc/passwd")
-    with pytest.raises(ConfigError, match="outside of the run's folder"):
+    with fails(ConfigError, run / "logs" / "rank-2.log"):
         diagnose_run(run)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not the folder of a run"):
+    with fails(ConfigError, tmp_path):
         diagnose_run(tmp_path)
 
 
@@ -109,11 +116,8 @@ def test_the_recorded_end_names_the_first_rank(tmp_path: Path) -> None:
     run = recorded_run(tmp_path, f"{GLOO_CLOSED}\n", "step 3\n", metrics='{"step": 3, "loss": 1.0}\n')
     record_end(run)
     diagnosis = diagnose_run(run)
-    assert diagnosis.state == f"failed after step 3 of 10: rank 1 on host b was killed by SIGKILL: {BY_A_PERSON}"
-    assert [item.failure.name for item in diagnosis.seen] == [
-        "a rank was killed",
-        "peer closed its connection",
-    ]
+    assert gives(diagnosis.state, "failed", "step 3", 10, "rank 1 on host b", "SIGKILL", BY_A_PERSON)
+    assert [item.failure.name for item in diagnosis.seen] == [FailureKind.KILLED.title, FailureKind.PEER_FAILED.title]
     text = describe_run(diagnosis, 80)
     assert text.index("rank 1 on b") < text.index("rank 0 on a")
     assert [rank["rank"] for rank in run_as_json(diagnosis)["ranks"]] == [1, 0]
@@ -130,11 +134,12 @@ def test_survived_failures_are_stated(tmp_path: Path) -> None:
     record_end(run, step=8, text="step 8: loss nan", kind="rolled_back", ranks=[PEER, rolled])
     listed = [f"rank 1 on host b was killed by SIGKILL: {BY_A_PERSON} (after step 6)"]
     listed.insert(0, "rank 1 hangs in its forward (after step 3)")
-    assert f"It survived 2 failures: {'; then '.join(listed)}." in diagnose_run(run).notes
+    (note,) = (note for note in diagnose_run(run).notes if "survived" in note)
+    assert gives(note, 2, *listed)
     record_end(run, kind="done", text="", cause=None, ranks=[], step=9)
     (run / "summary.json").write_text("{}")
     (note,) = (note for note in diagnose_run(run).notes if "survived" in note)
-    assert note == f"It survived 2 failures: {'; then '.join(listed)}."
+    assert gives(note, 2, *listed)
 
 
 @pytest.mark.parametrize("kind", ["paused", "stopped"])
@@ -145,29 +150,30 @@ def test_a_stopped_run_did_not_fail_whatever_earlier_launches_did(kind: str, tmp
     record_end(run, kind=kind, text="stopped by SIGINT", ranks=[], cause=None, logs={"0": [len(earlier), 99]})
     diagnosis = diagnose_run(run)
     assert (diagnosis.is_wrong, diagnosis.seen) == (False, ())
-    assert diagnosis.state == "stopped after step 3 of 10: stopped by SIGINT"
+    assert gives(diagnosis.state, "stopped", "step 3", 10, "SIGINT")
 
 
 def test_a_refused_start_is_told_from_a_failure(tmp_path: Path) -> None:
     run = recorded_run(tmp_path, "")
     record_end(run, kind="config", text="batch.global_size: 30 isn't divisible by 4", ranks=[], cause=None)
-    assert diagnose_run(run).state == "refused before its first update: batch.global_size: 30 isn't divisible by 4"
+    assert gives(diagnose_run(run).state, "refused", "batch.global_size: 30")
 
 
 def test_a_refused_resume_keeps_the_failure_before_it(tmp_path: Path) -> None:
     reason = "the checkpoint of step 3 is of a run with other data, model or seed:\n  a fingerprint: 1 then, 2 now\n"
     reason = gist(f"{reason}--accept-changes resumes from it all the same")
-    assert reason.endswith("seed: a fingerprint: 1 then, 2 now; --accept-changes resumes from it all the same")
+    assert reason.count("\n") == 0
+    assert gives(reason, "a fingerprint: 1", 2, "--accept-changes")
     run = recorded_run(tmp_path, "", metrics='{"step": 3, "loss": 1.0}\n')
     record_end(run, kind="sample", text="rank 0: sample 17 can't be used: None", cause=0)
     record_end(run, kind="other_data", text=reason, ranks=[], cause=0)
     record_end(run, kind="other_data", text=reason, ranks=[], cause=0)
     diagnosis, text = diagnose_run(run), describe_run(diagnose_run(run), None)
-    assert diagnosis.state == f"refused after step 3 of 10: {reason}"
+    assert gives(diagnosis.state, "refused", "step 3", 10, reason)
     assert diagnosis.resume.endswith(" --accept-changes")
-    assert "Before that it had failed: rank 0: sample 17 can't be used: None." in diagnosis.notes
+    assert any(gives(note, "rank 0", "sample 17") for note in diagnosis.notes)
     assert not any("survived" in note for note in diagnosis.notes)
-    assert text.index("cause: checkpoint of other data") < text.index("also seen: sample can't be used")
+    assert text.index(f"cause: {FailureKind.OTHER_DATA.title}") < text.index(f"also seen: {FailureKind.SAMPLE.title}")
 
 
 def test_a_launch_without_a_record_was_killed_and_only_its_own_log_is_read(tmp_path: Path) -> None:
@@ -176,7 +182,7 @@ def test_a_launch_without_a_record_was_killed_and_only_its_own_log_is_read(tmp_p
     record_end(run, attempt="an earlier one", logs={"0": [0, len(earlier)]})
     diagnosis = diagnose_run(run)
     assert diagnosis.is_wrong
-    assert "its launcher was killed" in diagnosis.state
+    assert gives(diagnosis.state, "launcher", "killed")
     assert [item.failure.name for item in diagnosis.seen] == ["data worker died"]
     assert diagnosis.seen[0].evidence[0].line == 2
 
@@ -186,7 +192,7 @@ def test_the_step_of_a_killed_run_is_that_of_its_newest_checkpoint(metrics: str,
     run = recorded_run(tmp_path, "", metrics=metrics)
     record_end(run, step=1)
     (run / "checkpoints" / "step-00000008").mkdir(parents=True)
-    assert diagnose_run(run).state.startswith("failed after step 8 of 10: ")
+    assert gives(diagnose_run(run).state, "failed", "step 8", 10)
     assert listed(run).step == 8
     assert "8" in explain(run).sentences[0]
     (run / "attempts.jsonl").write_text('{"attempt": 2, "launched": 1.0, "began": 2.0, "step": 9, "seconds": 0.1}\n')
@@ -200,7 +206,7 @@ def test_hosts_with_other_variables_are_named(tmp_path: Path) -> None:
     for node, environment in enumerate(hosts):
         record_end(run, node, environment=environment)
     (note,) = (note for note in diagnose_run(run).notes if "differs" in note)
-    assert note == "From host a to host b this differs: torch 2.13.0 -> 2.12.0, NCCL_IB_DISABLE=1 -> none."
+    assert gives(note, "a", "b", "torch 2.13.0 -> 2.12.0", "NCCL_IB_DISABLE=1 -> none")
 
 
 def test_damaged_and_hostile_records_are_left_out(tmp_path: Path) -> None:
@@ -224,7 +230,7 @@ def test_a_rank_that_exits_is_named(tmp_path: Path) -> None:
     explained = run_lockstep("doctor", "run", "--json", cwd=tmp_path)
     assert explained.returncode == 3
     content = json.loads(explained.stdout)
-    assert content["state"].endswith("rank 1 ended with exit code 9")
+    assert gives(content["state"], "rank 1", "exit code 9")
 
 
 @pytest.mark.parametrize("kind", ["worker_exited", "sample", "exited", "crashed", "killed"])
@@ -268,7 +274,7 @@ def test_discarded_updates_count_only_if_they_are_many_in_a_row_at_the_end(tmp_p
         assert ("nan" in first) is is_wrong
         assert (figures["Training loss"] == "not finite") is is_wrong
         if is_wrong:
-            assert "The loss is not finite from step 15 on." in " ".join(diagnosis.notes)
+            assert any(gives(note, "step 15") for note in diagnosis.notes)
 
 
 def test_a_loss_that_diverged_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 from kit.commands import run_lockstep, start_lockstep
+from kit.failures import gives
 
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.doctor.losses import finding_of_losses
 from lockstep.doctor.run import describe_run, diagnose_run, run_as_json
 from lockstep.launch.ends_file import file_name
@@ -93,8 +95,8 @@ def test_a_full_disk_is_named_with_the_place_of_the_rescued_state(free: int, sma
     assert "the run continued" not in explained.stdout
     state = "6 of 6 without a record: its disk is full" if free == 0 else "6 of 6: the state after step 6 could not be"
     assert f": failed after step {state}" in explained.stdout
-    assert "The state after step 6 is in this host's memory" in explained.stdout
-    assert "in this host's memory" in done.stderr, "the run itself printed the same"
+    assert gives(explained.stdout, "state after step 6", "memory")
+    assert gives(done.stderr, "step 6", "memory"), "the run itself printed the same"
     command = explained.stdout.splitlines()[-1].strip()
     assert shlex.split(command) == ["lockstep", "train", str(small_disk / "run")]
     (small_disk / "x").unlink()
@@ -138,9 +140,9 @@ def test_a_run_that_died_before_its_first_update_is_named(tmp_path: Path) -> Non
     (tmp_path / "mine.py").write_text(source.replace("self.calls == 3", "self.calls == 1").replace("pass", "1 / 0"))
     assert run_lockstep("train", "run.json", "--ranks", 1, cwd=tmp_path).returncode == 1
     text = run_lockstep("doctor", "run", cwd=tmp_path).stdout
-    assert text.startswith("run: failed before its first update: ")
-    assert "ZeroDivisionError: division by zero" in text
-    assert "No checkpoint exists: the run starts from the beginning." in text
+    assert gives(text, "failed", "first update")
+    assert "ZeroDivisionError" in text
+    assert "No checkpoint" in text
 
 
 def test_the_state_in_the_memory_of_a_killed_launcher_is_named(tmp_path: Path) -> None:
@@ -162,8 +164,8 @@ def test_a_hang_that_the_timeout_ends_is_named(tmp_path: Path) -> None:
     done = run_lockstep("train", "run.json", "--ranks", 2, "launch.timeout=1", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     text = run_lockstep("doctor", "run", cwd=tmp_path).stdout
-    assert "rank 1 did not answer within 1 s" in text.splitlines()[0]
-    assert "\ncause: a rank did not answer\n" in text
+    assert gives(text.splitlines()[0], "rank 1", "1 s")
+    assert f"\ncause: {FailureKind.TIMED_OUT.title}\n" in text
     assert "py-spy dump" in text
 
 
@@ -183,9 +185,9 @@ def test_a_hang_that_a_person_ends_is_named(tmp_path: Path) -> None:
     assert running.end() == 130
     explained = run_lockstep("doctor", "run", cwd=tmp_path)
     assert explained.returncode == 3
-    assert explained.stdout.startswith("run: stopped without progress after step 2 of 6: ")
+    assert gives(explained.stdout.splitlines()[0], "without progress", "step 2", 6)
     assert "cause: no progress\n" in explained.stdout
-    assert "metrics.jsonl: nothing was recorded for 5 min" in explained.stdout
+    assert gives(explained.stdout, "metrics.jsonl", "5 min")
 
 
 # --- who killed a rank ----------------------------------------------------------------------------------------------
@@ -299,4 +301,4 @@ def test_the_command_cuts_nothing_in_a_pipe_and_takes_the_terminals_width(tmp_pa
     os.close(primary)
     lines = shown.decode().splitlines()[1:]
     assert 50 < max(len(line) for line in lines if "lockstep train" not in line) <= 66
-    assert "cause: GPU out of memory" in lines
+    assert any(line.startswith("cause: GPU") for line in lines)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.failures import fails
 from torch import Tensor, nn
 
 from lockstep.core.errors import RunFailed
@@ -83,9 +84,7 @@ def test_positions_are_passed_to_a_forward_that_takes_them() -> None:
 
 
 def test_padding_before_tokens_is_refused_where_a_target_is_predicted_from_it() -> None:
-    with pytest.raises(
-        RunFailed, match=r"sample 0 of a batch has padding before its tokens .* 1 targets are predicted"
-    ):
+    with fails(RunFailed, "sample 0", "padding", "1 targets"):
         divided(0, texts(4, [[0, 1, 1, 1], [1, 1, 1, 1]]), takes_mask=True)
 
 

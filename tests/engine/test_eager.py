@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.failures import fails, gives
 from torch import Tensor, nn
 
 from lockstep.core.errors import ConfigError
@@ -135,16 +136,12 @@ def accumulate(model: nn.Module, inputs: Any) -> None:
 
 
 def test_a_batch_norm_of_one_sample_is_explained() -> None:
-    with pytest.raises(
-        ConfigError, match="batch norm needs more than one value, and a rank's micro-batch has 1 sample;"
-    ):
+    with fails(ConfigError, "batch norm", "1 sample"):
         accumulate(nn.BatchNorm1d(1), (torch.ones(1, 1),))
 
 
 def test_inputs_that_the_forward_does_not_take_are_explained() -> None:
-    with pytest.raises(
-        ConfigError, match=r"SumOfPoints has forward\(points\), and the data gives x; add to model.inputs"
-    ):
+    with fails(ConfigError, "SumOfPoints", "forward(points)", "x", "model.inputs"):
         accumulate(SumOfPoints(), {"x": torch.ones(1)})
 
 
@@ -153,7 +150,7 @@ def test_an_objective_without_one_loss_is_refused() -> None:
         def forward(self, points: Tensor) -> list[Tensor]:
             return [points, points]
 
-    with pytest.raises(ConfigError, match="loss_sum returned a list, and an update has one loss"):
+    with fails(ConfigError, "loss_sum", "list"):
         accumulate(Two(), (torch.ones(1),))
 
 
@@ -164,4 +161,4 @@ def test_an_error_names_the_micro_batch_and_the_update() -> None:
 
     with pytest.raises(RuntimeError) as failed:
         accumulate(Failing(), (torch.ones(1),))
-    assert "in the forward pass of micro-batch 1 of 1, update 8" in str(failed.value.__notes__)
+    assert gives(str(failed.value.__notes__), "forward", "micro-batch 1 of 1", "update 8")

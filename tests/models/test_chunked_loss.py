@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.failures import fails
 from kit.families import family
 from kit.peak import peak_of
 from kit.runs import differences, recorded_all
@@ -134,7 +135,7 @@ def test_a_model_that_changes_its_logits_is_refused(make: type[Scaling]) -> None
     batch = Batch({"tokens": tokens}, tokens, 2, 6)
     objective = chunk_head_loss(TargetLoss(language=True), model, 4)
     objective.show(batch)
-    with pytest.raises(lockstep.RunFailed, match=r"memory\.loss_chunk: the model computes with its logits"):
+    with fails(lockstep.RunFailed, "memory.loss_chunk", "logits"):
         objective.loss_sum(model(tokens), batch)
 
 
@@ -171,9 +172,9 @@ def test_other_objectives_and_models_are_refused(objective: Any, model: nn.Modul
 def test_compiled_models_are_refused() -> None:
     section = config(8, memory={"loss_chunk": 4})
     section["model"] = {**section["model"], "compile": True}
-    with pytest.raises(lockstep.ConfigError, match=r"memory\.loss_chunk and model\.compile don't go together"):
+    with fails(lockstep.ConfigError, "memory.loss_chunk", "model.compile"):
         validate(section)
     del section["model"]["compile"]
     section["memory"] = {"activation_checkpointing": {"mode": "budget"}}
-    with pytest.raises(lockstep.ConfigError, match=r"budget needs model\.compile: true"):
+    with fails(lockstep.ConfigError, "budget", "model.compile: true"):
         validate(section)

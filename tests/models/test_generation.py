@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kit.failures import fails, gives
 from torch import nn
 
 from lockstep.config.loading import validate
@@ -93,7 +94,7 @@ class _Diverged(nn.Module):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("logits", [[0.0, float("nan")], [0.0, float("inf")], [-float("inf")] * 2])
 def test_logits_that_are_not_finite_are_refused(logits, temperature):
-    with pytest.raises(RunFailed, match="the model's logits aren't finite"):
+    with fails(RunFailed, "logits", "finite"):
         generate(_Diverged(logits), [0], 1, temperature=temperature)
 
 
@@ -107,7 +108,7 @@ def test_a_failed_sample_text_does_not_fail_the_run(tmp_path):
         patch.setattr("lockstep.models.generation.full_logits", lambda _: torch.full((1, 1, 2), torch.nan))
         config = validate({**TINY, **steps}).config
         assert run_job(Job(config, "diverged")).summary["steps"] == 1
-    assert "def : the model's logits aren't finite" in (tmp_path / "run" / "events.jsonl").read_text()
+    assert gives((tmp_path / "run" / "events.jsonl").read_text(), "logits", "finite")
 
 
 TINY = {

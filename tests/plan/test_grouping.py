@@ -1,6 +1,7 @@
 """Parameter groups from rules over names and shapes."""
 
 import pytest
+from kit.failures import fails, gives
 
 from lockstep.config.schema import Optim, ParameterRule
 from lockstep.core.errors import ConfigError
@@ -59,13 +60,13 @@ def test_all_rules_that_match_nothing_are_refused_with_the_nearest_names():
         groups(rules=rules)
     first, second = error.value.problems
     assert (first.key, second.key) == ("optim.rules.0.match", "optim.rules.2.match")
-    assert first.message.startswith("no parameter's name matches 'layer.*.norm'; the nearest names are ")
+    assert gives(first.message, "'layer.*.norm'", "layers.0.norm.weight")
     assert "layers.0.norm.weight" in first.message
     assert "head.weight" in second.message
 
 
 def test_nothing_to_train_is_refused():
-    with pytest.raises(ConfigError, match=r"model\.freeze: none of the model's 1 parameters"):
+    with fails(ConfigError, 1, key="model.freeze"):
         group_parameters(MODEL[-1:], Optim())
     with pytest.raises(ConfigError, match=r"^model: "):
         group_parameters([], Optim())

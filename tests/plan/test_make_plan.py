@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from kit.failures import fails, gives
 
 from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError
@@ -63,10 +64,7 @@ def test_auto_leaves_out_what_refuses_the_optimizer():
     asked = config(optim={"name": "muon"}, parallel={"tensor": 2})
     choice = choose_strategy(asked, 4, PARAMETERS, memory=300)
     assert choice.strategy.name == "ddp"
-    assert choice.why == (
-        "the training state takes 274 B of the 300 B that a rank has, but muon doesn't go with fsdp: it updates whole "
-        "matrices, and a rank holds a shard; take adamw, or leave parallel.tensor out"
-    )
+    assert gives(choice.why, "274 B", "300 B", "muon", "fsdp", "adamw", "parallel.tensor")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +98,7 @@ def test_the_length_of_a_token_budget_over_ragged_samples_is_unknown():
 
 def test_tokens_are_left_out_where_the_data_has_none():
     assert "\ntokens " not in describe(plan(facts=DataFacts(1000, None, classes=10)))
-    assert "\ntokens        unknown in advance" in describe(plan(facts=DataFacts(1000, None, vocabulary=256)))
+    assert "\ntokens        unknown " in describe(plan(facts=DataFacts(1000, None, vocabulary=256)))
     assert "\ntokens " in describe(plan(facts=DataFacts(1000, 16)))
 
 
@@ -183,7 +181,7 @@ def test_context_ranks_hold_replicas_or_shards_as_the_strategy_does(strategy, pa
     planned = plan(4, parallel={"strategy": strategy, "context": 2})
     rows = {row.strategy: row for row in planned.placements}
     assert rows[name].parameters == -(-rows["single"].parameters // parts)
-    assert rows[name].note == "each rank computes 1/2 of each sequence"
+    assert gives(rows[name].note, "1/2")
     assert planned.batch.ranks == 2
 
 
@@ -240,7 +238,7 @@ def test_warnings_state_the_cost_and_a_better_value(ranks, sections, warning):
 def test_mistakes_are_refused_without_a_process():
     with pytest.raises(ConfigError, match=r"optim\.rules\.0\.match"):
         plan(optim={"rules": ({"match": ("nothing.like.it",)},)})
-    with pytest.raises(ConfigError, match="the dataset has no samples"):
+    with fails(ConfigError, "no samples", key="data.train"):
         plan(facts=DataFacts(0, None))
     with pytest.raises(ConfigError, match=r"2\^62 samples"):
         plan(facts=DataFacts(sys.maxsize, None))
@@ -250,11 +248,8 @@ def test_mistakes_are_refused_without_a_process():
 def test_features_of_gpus_are_refused_on_the_cpu(untested: bool) -> None:
     sections = {"memory": {"activation_offload": "cpu"}, "run": {"epochs": 2.0, "allow_untested": untested}}
     for machine, launch in ((Machine(device="cpu"), {}), (Machine(), {"device": "cpu"})):
-        with pytest.raises(ConfigError) as error:
+        with fails(ConfigError, "CPU", "GPUs", key="memory.activation_offload"):
             make_plan(config(**sections, launch=launch), 1, FACTS, PARAMETERS, machine)
-        assert str(error.value) == (
-            "memory.activation_offload: on the CPU activations are already; it is for GPUs: leave it out"
-        )
     if untested:
         make_plan(config(**sections), 1, FACTS, PARAMETERS, Machine(device="cuda"))
 
@@ -297,14 +292,13 @@ def test_an_invariant_run_holds_partial_sums():
 def test_auto_never_shards_an_invariant_run():
     planned = make_plan(config(**INVARIANT), 4, FACTS, PARAMETERS, Machine(None, 1))
     assert planned.strategy == "ddp"
-    assert planned.why == "run.determinism invariant needs every rank to hold whole gradients"
+    assert gives(planned.why, "run.determinism invariant")
 
 
 def test_a_warning_names_options_of_other_strategies():
     idle = plan(2, parallel={"strategy": "ddp", "deepspeed": {"config": "nope.json"}, "fsdp": {"wrap": "root"}})
-    assert [warning for warning in idle.warnings if "no effect in this run" in warning] == [
-        "Options under parallel.fsdp have no effect in this run, whose strategy is ddp.",
-        "Options under parallel.deepspeed have no effect in this run, whose strategy is ddp.",
-    ]
+    fsdp, deepspeed = (warning for warning in idle.warnings if "no effect" in warning)
+    assert gives(fsdp, "parallel.fsdp", "ddp")
+    assert gives(deepspeed, "parallel.deepspeed", "ddp")
     both = plan(2, parallel={"strategy": "fsdp", "ddp": {"find_unused_parameters": True}})
     assert both.warnings == ()

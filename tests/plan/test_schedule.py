@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from kit.failures import fails
 
 from lockstep.config.every import Every
 from lockstep.config.schema import Optim, Run, Schedule
@@ -252,9 +253,5 @@ def test_a_run_resumed_with_another_global_batch_still_ends_after_its_epochs():
 
 
 def test_drop_last_that_leaves_nothing_is_refused():
-    with pytest.raises(ConfigError) as error:
+    with fails(ConfigError, 128, 100, "data.drop_last", "data.drop_last: false", key="batch.global_size"):
         epoch_length(FACTS, 128, True)
-    assert str(error.value) == (
-        "batch.global_size: 128 is more than the 100 samples of an epoch, and data.drop_last drops incomplete "
-        "batches: nothing is left. Set it to 100 or less, or data.drop_last: false"
-    )

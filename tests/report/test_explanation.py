@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from kit.commands import run_lockstep
+from kit.failures import gives
 
 from lockstep.report import explanation
 from lockstep.report.explanation import explain
@@ -78,16 +79,16 @@ def test_a_rank_that_the_others_wait_for_is_named_instead_of_the_links(tmp_path:
     folder = write_run(tmp_path / "run", slow, communication=0.03)
     names = [limit.name for limit in limits(read_run(folder), read_rank_history(folder))]
     assert names == ["straggler"]
-    assert any("Rank 1 on b computes 2.0 times as long" in sentence for sentence in explain(folder).sentences)
+    assert any(gives(sentence, "Rank 1 on b", 2.0) for sentence in explain(folder).sentences)
 
 
 def test_a_run_that_is_limited_by_its_computation_alone_is_told_so(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     assert limits(read_run(folder), read_rank_history(folder)) == []
     text = " ".join(explain(folder).sentences)
-    assert "Nothing but the computation itself limits it; to try are precision.compute: bf16" in text
+    assert gives(text, "precision.compute: bf16")
     assert "backward 59 %" in text
-    assert "2.00 GiB resident were used, by rank 1" in text
+    assert gives(text, "2.00 GiB resident", "rank 1")
 
 
 @pytest.mark.parametrize(("accumulation", "ran_out"), [(1, False), (4, True)])
@@ -99,10 +100,10 @@ def test_a_larger_micro_batch_is_not_proposed_where_it_can_not_be(
     sizes = (4, 2) if ran_out else (2,)
     (folder / "attempts.jsonl").write_text("".join(json.dumps({**attempt, "micro_size": n}) + "\n" for n in sizes))
     text = " ".join(explain(folder).sentences)
-    assert "to try are precision.compute: bf16, more ranks." in text
+    assert gives(text, "precision.compute: bf16, more ranks.")
     short = write_run(tmp_path / "short", data=1e-5, forward=5e-4, backward=1e-3, communication=1e-5, optimizer=1e-4)
     (folder / "attempts.jsonl").rename(short / "attempts.jsonl")
-    assert "to try: a larger batch.micro_size" not in " ".join(explain(short).sentences)
+    assert "batch.micro_size" not in " ".join(explain(short).sentences)
 
 
 def test_what_is_damaged_or_missing_is_left_out(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_what_is_damaged_or_missing_is_left_out(tmp_path: Path) -> None:
 
 def test_a_gain_of_nothing_is_no_gain_and_a_crowded_host_hides_no_host_code(tmp_path: Path) -> None:
     assert "times as fast" not in Limit("host sync", 0.004, "It reads", "less").sentences
-    assert "at most 1.1 times as fast" in Limit("data", 0.1, "It waits", "more").sentences
+    assert gives(Limit("data", 0.1, "It waits", "more").sentences, "1.1 times")
     folder = write_run(tmp_path / "run")
     code = Limit("host code", 0.4, "A profile shows that the forward computes outside", "move it")
     assert [limit.name for limit in explain(folder, [code]).limits] == ["host code"]
@@ -170,11 +171,11 @@ def test_the_command_prints_sentences_or_json(tmp_path: Path) -> None:
     ]
     record = json.loads(run_lockstep("explain", folder, "--json").stdout)
     assert record["limits"][0]["name"] == "data"
-    assert record["sentences"][0].startswith("The run is not finished: 100 updates")
+    assert gives(record["sentences"][0], "not finished", "100 updates")
 
 
 def test_a_checkpoint_that_no_event_has_is_resumed_from(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     assert not any("resumes it" in sentence for sentence in explain(folder).sentences)
     (folder / "checkpoints" / "step-00000100").mkdir(parents=True)
-    assert any("resumes it from the newest checkpoint" in sentence for sentence in explain(folder).sentences)
+    assert any("newest checkpoint" in sentence for sentence in explain(folder).sentences)

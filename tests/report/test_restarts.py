@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from kit.failures import gives
 from kit.pages import make_run, page_of, resumed
 
 from lockstep.report.facts import left_out
@@ -48,7 +49,7 @@ def test_the_state_that_was_saved_at_a_failure_counts_as_saved(tmp_path: Path) -
     run = make_run(tmp_path, steps=17, finished=False)
     (run / "checkpoints" / "step-00000017").mkdir(parents=True)
     text = page_of(run).text
-    assert "resumes it from the save of step 17." in text
+    assert gives(text, "resumes", "step 17")
     assert "No save" not in text
 
 

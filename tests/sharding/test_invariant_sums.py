@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.failures import fails
 from kit.small import in_group
 from kit.worlds import in_world
 from torch import Tensor, nn
@@ -144,7 +145,7 @@ def test_a_forward_that_changes_a_buffer_is_refused(change: str) -> None:
     step = step_of(model, Recorded(model), LocalGroup())
     step.begin_update(1, lambda: 0.1)
     changes = {"in place": lambda: model.mean.add_(1), "replaced": lambda: setattr(model, "mean", torch.zeros(2))}
-    refused = pytest.raises(ConfigError, match=r"the model's forward changes mean, which is part of its state")
+    refused = fails(ConfigError, "changes mean")
     with refused, step.sync_context(True):
         changes[change]()
 
@@ -154,5 +155,5 @@ def test_other_precisions_than_fp32_are_refused_if_they_are_trained() -> None:
     model.frozen = nn.Parameter(torch.zeros(1, dtype=torch.float64), requires_grad=False)
     step_of(model, Recorded(model), LocalGroup())
     model.frozen.requires_grad_(True)
-    with pytest.raises(ConfigError, match=r"invariant adds gradients in fp32, and frozen is float64"):
+    with fails(ConfigError, "fp32", "frozen", "float64"):
         step_of(model, Recorded(model), LocalGroup())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from kit.failures import fails
 from kit.small import in_group
 from kit.worlds import in_world
 from torch import Tensor, nn
@@ -74,9 +75,7 @@ def test_tensors_outside_of_an_optimizers_entries_are_refused_with_the_place_for
     model = Tied()
     optimizer: Any = Momentum(model)
     optimizer.entries["table.weight"]["history"] = [torch.ones(4, 3)]
-    with pytest.raises(
-        RunFailed, match=r"the optimizer's history of table.weight holds a tensor .* a key of its own in"
-    ):
+    with fails(RunFailed, "history", "table.weight"):
         ModelState(model, optimizer).live_state()
 
 
@@ -105,7 +104,7 @@ def test_a_buffer_that_grows_is_refused_at_the_first_save() -> None:
     model = Tied()
     state = ModelState(model, Momentum(model))  # type: ignore[arg-type]
     model.mean = torch.zeros(7)
-    with pytest.raises(ConfigError, match="the buffer mean another shape"):
+    with fails(ConfigError, "buffer mean", key="model"):
         state.live_state()
 
 
@@ -137,9 +136,9 @@ def test_a_buffer_of_another_precision_takes_the_values() -> None:
 def test_another_models_state_is_refused() -> None:
     state = ModelState(Tied(), Momentum(Tied()))  # type: ignore[arg-type]
     live = state.live_state()
-    with pytest.raises(RunFailed, match=r"the saved state has no mean"):
+    with fails(RunFailed, "no mean"):
         state.restore(TrainingState({"model.table.weight": torch.ones(4, 3)}, live.values))
-    with pytest.raises(RunFailed, match=r"table\.weight is \[4, 3\] here, but \[3, 3\] in the saved state"):
+    with fails(RunFailed, "table.weight", "[4, 3]", "[3, 3]"):
         state.restore(TrainingState({**live.tensors, "model.table.weight": torch.ones(3, 3)}, live.values))
 
 
@@ -188,7 +187,7 @@ def test_units_that_share_a_parameter_with_other_modules_are_merged_into_the_uni
     model = nn.ModuleDict({"first": nn.Linear(3, 3), "second": nn.Linear(3, 3), "third": nn.Linear(3, 3)})
     model["third"].weight = model["first"].weight
     assert units(model, FSDP(wrap=("Linear",)), ()) == ["second"]
-    with pytest.raises(ConfigError, match="no module of class Liner; did you mean Linear"):
+    with fails(ConfigError, "Liner", "Linear"):
         units(model, FSDP(wrap=("Liner",)), ())
 
 
@@ -305,7 +304,6 @@ def test_a_buffer_that_is_too_large_to_be_copied_leaves_the_others() -> None:
 
 def test_unused_parameters_are_named_with_the_remedy() -> None:
     message = str(unused_parameters([f"spare.{index}" for index in range(7)], remedy="leave x out and "))
-    assert message.startswith(
-        "model: spare.0, spare.1, spare.2, spare.3, spare.4 and 2 more: no gradient reaches them."
-    )
-    assert message.endswith("leave x out and set parallel.ddp.find_unused_parameters: true")
+    assert message.startswith("model: spare.0, spare.1, spare.2, spare.3, spare.4 and 2 more: ")
+    assert message.endswith(" set parallel.ddp.find_unused_parameters: true")
+    assert "leave x out" in message

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit import small
+from kit.failures import fails
 from kit.worlds import in_world
 
 import lockstep
@@ -177,7 +178,7 @@ def test_another_length_of_epochs_is_not_gone_on_with_unasked(tmp_path: Path) ->
     config["data"] = {**config["data"], "drop_last": True}
     in_world(1, _attempt, config, str(tmp_path), 4, 4)
     config["batch"] = {"global_size": 12}
-    with pytest.raises(AssertionError, match=r"the samples of an epoch \(those .*\): 39 then, 36 now"):
+    with fails(AssertionError, 39, 36):
         in_world(1, _attempt, config, str(tmp_path), 6, 6)
     assert _audited(tmp_path).complete
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from kit import small
+from kit.failures import gives
 from kit.runs import Trajectory, differences, recorded, recorded_all
 from kit.worlds import in_world
 
@@ -51,7 +52,8 @@ def test_compressed_gradients_come_close() -> None:
 
 def test_bf16_compression_is_refused_on_gloo() -> None:
     for message in in_world(2, small.refusal, ddp(compression="bf16")):
-        assert message.startswith("parallel.ddp.compression: gloo has no bf16 all-reduce; fp16 and powersgd run on it")
+        assert message.startswith("parallel.ddp.compression: ")
+        assert gives(message, "gloo", "fp16", "powersgd")
 
 
 # --- parameters without a gradient ----------------------------------------------------------------------------------
@@ -79,7 +81,7 @@ def test_unused_parameters_can_be_told(micro_size: int | str) -> None:
 def test_untold_unused_parameters_are_named_with_the_remedy(ranks: int, micro_size: int | str) -> None:
     config = small.config("WithSpare", batch={"global_size": 13, "micro_size": micro_size})
     for message in in_world(ranks, small.refusal, config):
-        assert message.startswith("model: spare.weight, spare.bias: no gradient reaches them")
+        assert message.startswith("model: spare.weight, spare.bias: ")
         assert 'model.freeze: ["spare.weight", "spare.bias"]' in message
         assert "parallel.ddp.find_unused_parameters: true" in message
 
@@ -96,13 +98,13 @@ def test_a_frozen_layer_needs_no_gradient() -> None:
 
 def test_synchronised_batch_norm_needs_gpus() -> None:
     for message in in_world(2, small.refusal, ddp(model="WithBatchNorm", sync_batchnorm=True)):
-        assert message.startswith("parallel.ddp.sync_batchnorm: torch's SyncBatchNorm needs GPUs")
+        assert message.startswith("parallel.ddp.sync_batchnorm: ")
 
 
 def test_batch_norm_is_said_to_depend_on_the_split() -> None:
     with lockstep.session(small.config("WithBatchNorm")) as session:
         notes = run_info(session, "run", "").notes
-    assert "batch norm (norm): this run depends on batch.micro_size and on the number of ranks" in notes
+    assert any(gives(note, "(norm)", "batch.micro_size") for note in notes)
 
 
 def test_dp_without_gpus_runs_as_single_and_says_so() -> None:
@@ -115,5 +117,5 @@ def test_dp_without_gpus_runs_as_single_and_says_so() -> None:
 @pytest.mark.parametrize("strategy", ["single", "dp"])
 def test_strategies_of_one_process_refuse_two_ranks(strategy: str) -> None:
     for message in in_world(2, small.refusal, small.config(parallel={"strategy": strategy})):
-        assert message.startswith(f"parallel.strategy: {strategy} is one process")
-        assert message.endswith("start 1 rank, or take ddp")
+        assert message.startswith(f"parallel.strategy: {strategy}")
+        assert gives(message, 1, "ddp")

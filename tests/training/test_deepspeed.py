@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kit import small
+from kit.failures import fails, gives
 from kit.runs import differences, record_all, recorded, recorded_all
 from kit.worlds import in_world
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -465,16 +466,15 @@ def test_a_run_goes_on_to_the_bit_under_the_same_stage(tmp_path: Path, stage: in
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_parameter_without_gradient_is_refused(stage: int) -> None:
     said = in_world(2, small.refusal, small.config("WithSpare", parallel=zero(stage)))
-    assert all(one.startswith("model: spare.weight, spare.bias: no gradient reaches them.") for one in said)
+    assert all(one.startswith("model: spare.weight, spare.bias: ") for one in said)
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_optimizers_that_look_at_shapes_are_refused(name: str) -> None:
     said = in_world(2, small.refusal, small.config(optim={"name": name}, parallel=zero(2)))
-    assert set(said) == {
-        f"optim.name: {name} doesn't go with zero2: it updates whole matrices, and a rank holds a shard; "
-        f"take adamw, or parallel.strategy: fsdp"
-    }
+    (refused,) = set(said)
+    assert refused.startswith("optim.name: ")
+    assert gives(refused, name, "zero2", "adamw", "parallel.strategy: fsdp")
     expected = recorded(small.config(optim={"name": name}))
     assert differences(recorded(small.config(optim={"name": name}, parallel=zero(0)), ranks=2), expected) == []
 
@@ -494,11 +494,11 @@ def test_no_rank_starts_a_program() -> None:
 def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     net = small.Net()
-    with pytest.raises(lockstep.ConfigError, match=r"is not installed .*; pip install 'lockstep-torch\[deepspeed\]'"):
+    with fails(lockstep.ConfigError, "pip install 'lockstep-torch[deepspeed]'"):
         import_for(net, torch.device("cpu"))
 
 
 def test_parameters_in_half_precision_are_refused() -> None:
     net = small.Net().bfloat16()
-    with pytest.raises(lockstep.ConfigError, match=r"inner\.weight is bfloat16; convert the model with \.float\(\)"):
+    with fails(lockstep.ConfigError, "inner.weight", "bfloat16", ".float()"):
         import_for(net, torch.device("cpu"))

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 from kit import small
+from kit.failures import fails
 from kit.worlds import in_world
 
 import lockstep
 from lockstep.checkpoint import inspection
 from lockstep.checkpoint.local import LocalDraft, LocalStorage
 from lockstep.core.errors import RunFailed
+from lockstep.core.failure_kinds import FailureKind
 
 
 def _train_with_room_for(config: dict[str, Any], number: int, broken: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -28,7 +30,7 @@ def _train_with_room_for(config: dict[str, Any], number: int, broken: tuple[str,
             if damaged.exists() and name in place.names():
                 damaged.write_bytes(bytes(damaged.stat().st_size))
         if len(place.names()) >= number:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), kind=FailureKind.SAVE_FAILED)
         write(draft, file, data)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -53,20 +55,20 @@ def test_the_oldest_gives_way(ranks: int, tmp_path: Path) -> None:
 
 def test_the_last_one_never_does(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with pytest.raises(RunFailed, match="could not be saved: No space left"):
+    with fails(RunFailed, os.strerror(errno.ENOSPC), kind=FailureKind.SAVE_FAILED):
         _train_with_room_for(_config(run), 1)
     assert LocalStorage(run / "checkpoints").names() == ["step-00000004"]
 
 
 def test_the_last_whole_one_never_does(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with pytest.raises(RunFailed, match="could not be saved: No space left"):
+    with fails(RunFailed, os.strerror(errno.ENOSPC), kind=FailureKind.SAVE_FAILED):
         _train_with_room_for(_config(run), 2, broken=("step-00000008",))
     assert LocalStorage(run / "checkpoints").names() == ["step-00000004", "step-00000008"]
 
 
 def test_what_is_kept_for_good_stays(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with pytest.raises(RunFailed, match="could not be saved: No space left"):
+    with fails(RunFailed, os.strerror(errno.ENOSPC), kind=FailureKind.SAVE_FAILED):
         _train_with_room_for(_config(run, keep_every="4 steps"), 2)
     assert LocalStorage(run / "checkpoints").names() == ["step-00000004", "step-00000008"]

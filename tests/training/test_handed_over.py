@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from kit import small
+from kit.failures import fails, gives
 from kit.families import family
 from kit.runs import differences, recorded_all
 from kit.worlds import in_world
@@ -184,10 +185,7 @@ def test_a_run_is_resumed_by_its_own_config_with_the_optimizer_that_was_handed_o
     assert (own["optim"]["lr"], own["optim"]["weight_decay"]) == (0.05, 0.1)
     assert trained(tmp_path / "halted", 4, own)["loss"] == trained(tmp_path / "whole", 4)["loss"]
     own["optim"]["lr"] = 0.01
-    with pytest.raises(
-        lockstep.ConfigError,
-        match=r"optim\.lr: 0\.01 in the config, but the optimizer has lr 0\.05; remove one of them",
-    ):
+    with fails(lockstep.ConfigError, 0.01, 0.05, key="optim.lr"):
         trained(tmp_path / "halted", 6, own)
 
 
@@ -216,8 +214,8 @@ def test_a_run_is_not_continued_without_the_objects_that_were_handed_over(
     ):
         assert main(words) == 2
         message = capsys.readouterr().err
-        assert f'pass it again: lockstep.train("{run}", {arguments}), or write optim.name: adamw' in message
-        assert all(f"  {key}: `given` is an object passed in Python" in message for key in keys)
+        assert gives(message, f'lockstep.train("{run}", {arguments})', "optim.name: adamw")
+        assert all(f"  {key}: `given` " in message for key in keys)
     with pytest.raises(lockstep.ConfigError) as refused:
         lockstep.train(run, train_dataset=data["train_dataset"])
     missing = ["data.train.collate", "optim.name", "schedule.kind"]
@@ -240,7 +238,7 @@ def test_an_evaluation_without_evaluation_sets_is_refused(tmp_path: Path, capsys
     lockstep.train({**config, "data": {"train": config["data"]["train"]}})
     for words in (["eval", str(run)], ["eval", str(run), "--json"]):
         assert main(words) == 2
-        assert "data.evaluation: the run has no evaluation sets; add one to" in capsys.readouterr().err
+        assert gives(capsys.readouterr().err, "data.evaluation:")
 
 
 NAMES = {
@@ -292,10 +290,9 @@ def test_wrong_names_are_reported_alike_whatever_divides_the_model() -> None:
     )
     assert first == second
     assert first[0] == NAMES["a name"][1]
-    assert set(first[1:]) == {
-        "model.inputs: the forward of LlamaForCausalLM takes input_ids, and the data gives words; add to "
-        "model.inputs: {words: input_ids} (null leaves an input out)"
-    }
+    (renamed,) = set(first[1:])
+    assert renamed.startswith("model.inputs: ")
+    assert gives(renamed, "LlamaForCausalLM", "input_ids", "words", "model.inputs: {words: input_ids}")
 
 
 def test_a_forward_without_an_input_is_named() -> None:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from kit import small
 from kit.commands import run_lockstep
+from kit.failures import fails, gives
 from kit.worlds import in_world
 
 import lockstep
@@ -66,9 +67,8 @@ def test_a_second_run_is_refused_in_the_folder_of_a_first(second: str, capsys: p
     capsys.readouterr()
     assert main(["train", other if second == "another" else first]) == 2
     said = capsys.readouterr().err
-    assert f"holds the checkpoints of another run, first in {owner}, at step 6 (finished)" in said
-    assert f"set checkpoint.folder: ./checkpoints/{second}, or leave it out" in said
-    assert f"lockstep train {owner}" in said
+    assert gives(said, owner, "step 6", f"lockstep train {owner}")
+    assert gives(said, f"checkpoint.folder: ./checkpoints/{second}")
     assert sorted(Path("checkpoints").rglob("*")) == before
     assert len(list(Path("runs").iterdir())) == 1
     assert main(["train", other, "--checkpoint.folder", f"./checkpoints/{second}"]) == 0  # what it advises works
@@ -79,8 +79,7 @@ def test_a_run_does_not_start_over_because_its_checkpoints_are_elsewhere(capsys:
     words = ["train", "run", "--run.steps", "8", "--checkpoint.folder", "./other"]
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert f"the run in {Path('run').absolute()} has its own in {Path('run/checkpoints').absolute()}" in said
-    assert "the newest of step 6; copy them there to resume" in said
+    assert gives(said, Path("run").absolute(), Path("run/checkpoints").absolute(), "step 6")
     assert len((Path("run") / "metrics.jsonl").read_text().splitlines()) > 0
     shutil.copytree("run/checkpoints", "other")
     assert main(words) == 0
@@ -92,7 +91,7 @@ def test_a_run_does_not_start_over_because_its_checkpoints_are_elsewhere(capsys:
 def test_ranks_of_another_launcher_are_refused_together(ranks: int) -> None:
     lockstep.train(_config(**_SHARED), name="first")
     for said in in_world(ranks, _refused, _config(lr=0.02, **_SHARED)):
-        assert "holds the checkpoints of another run, first in" in said
+        assert gives(said, "checkpoint.folder", "first")
 
 
 def _refused(config: dict[str, Any]) -> str:
@@ -131,7 +130,7 @@ def test_a_run_cut_short_is_not_resumed_with_other_settings(monkeypatch: pytest.
         _cut_short(patch, after=5)
         with pytest.raises(KeyboardInterrupt):
             lockstep.train(_config(**_SHARED))
-    with pytest.raises(ConfigError, match="holds the checkpoints of another run"):
+    with fails(ConfigError, "another run", key="checkpoint.folder"):
         lockstep.train(_config(lr=0.02, **_SHARED))
 
 
@@ -166,9 +165,9 @@ def test_another_recipe_does_not_go_on_in_a_run_folder(capsys: pytest.CaptureFix
     other = _file("other.yaml", lr=0.02, run={"folder": "run"})
     assert main(["train", first]) == 0
     assert main(["train", other]) == 2
-    assert "run holds a run of first, which had other settings:\n  optim.lr: 0.01 then, 0.02 now" in (
-        capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert gives(said, "run", "first")
+    assert gives(said, "optim.lr", 0.01, 0.02)
     assert main(["train", other, "--run.steps", "9"]) == 2
     assert main(["train", first, "--optim.lr", "0.02"]) == 2  # would train nothing
     assert main(["train", first]) == 0  # there is nothing to do
@@ -228,8 +227,7 @@ def test_a_second_run_is_refused_in_the_storage_of_a_first(store: dict[str, Any]
         refused = run_lockstep("train", other, "--ranks", ranks)
         said = refused.stderr
         assert refused.returncode == 2, said
-        assert "checkpoint.storage: ckpt.db holds the checkpoints of another run, first in" in said
-        assert f"{owner}, at step 6 (finished); give each run a storage of its own" in said
+        assert gives(said, "checkpoint.storage", "ckpt.db", "first", owner, "step 6")
         assert f"lockstep train {owner}" in said
         assert not Path("runs/other").exists()
     assert main(["train", other, "--fresh"]) == 2  # it would move another run's checkpoints
@@ -241,7 +239,7 @@ def test_a_second_run_is_refused_in_the_storage_of_a_first(store: dict[str, Any]
 def test_ranks_of_another_launcher_are_refused_together_in_a_storage(store: dict[str, Any], ranks: int) -> None:
     lockstep.train(_config(**store), name="first")
     for said in in_world(ranks, _refused, _config(lr=0.02, **store)):
-        assert "ckpt.db holds the checkpoints of another run, first in" in said
+        assert gives(said, "checkpoint.storage", "ckpt.db", "first")
 
 
 def test_the_same_command_resumes_from_the_storage_of_a_run_that_was_cut_short(
@@ -252,7 +250,7 @@ def test_the_same_command_resumes_from_the_storage_of_a_run_that_was_cut_short(
         with pytest.raises(KeyboardInterrupt):
             lockstep.train(_config(**store))
     (run,) = Path("runs").iterdir()
-    with pytest.raises(ConfigError, match="holds the checkpoints of another run"):
+    with fails(ConfigError, "another run", key="checkpoint.storage"):
         lockstep.train(_config(lr=0.02, **store))
     known = id_of_run(run)
     assert id_of_run(lockstep.train(_config(**store)).folder) == known
@@ -262,7 +260,7 @@ def test_a_storage_passed_in_python_belongs_to_one_run(store: dict[str, Any]) ->
     memory = instance_of_store()
     config = _config(run={"folder": "run"})
     lockstep.train(config, storage=memory)
-    with pytest.raises(ConfigError, match="holds the checkpoints of another run"):
+    with fails(ConfigError, "another run", Path("run").absolute()):
         lockstep.train(_config(run={"folder": "other"}), storage=memory)
     assert lockstep.train({**config, "run": {"folder": "run", "steps": 8}}, storage=memory).summary["steps"] == 8
 
@@ -329,7 +327,7 @@ def test_a_copy_resumes_where_its_checkpoints_were_copied_with_it(capsys: pytest
     lockstep.train(_config(run={"folder": "outside"}, **_SHARED))
     shutil.copytree("outside", "second")
     assert main(["train", "second", "--run.steps", "8"]) == 2  # both would save to one place
-    assert "holds the checkpoints of another run" in capsys.readouterr().err
+    assert gives(capsys.readouterr().err, "another run", Path("outside").absolute())
     assert main(["train", "outside", "--fork", "fork", "--run.steps", "8"]) == 0
     assert id_of_run(Path("fork")) not in (None, id_of_run(Path("outside")))
 
@@ -350,13 +348,13 @@ def test_a_checkpoint_of_another_run_is_not_used(copied_in: Path, capsys: pytest
     other = str(id_of_run(Path("other")))[:8]
     for words in (["verify"], ["audit"], ["show"], ["verify", "--all"]):
         assert main(["ckpt", words[0], str(copied_in), *words[1:]]) == 3, words
-        assert f"belongs to another run (id {other})" in capsys.readouterr().err
+        assert gives(capsys.readouterr().err, "another run", f"id {other}")
     assert main(["ckpt", "ls", str(copied_in)]) == 0
-    assert f"belongs to another run (id {other})" in capsys.readouterr().out
+    assert gives(capsys.readouterr().out, "another run", f"id {other}")
     assert main(["train", str(copied_in), "--run.steps", "8"]) == 0
     said = capsys.readouterr().out
     assert "resumes from step 4" in said
-    assert "step-00000006 could not be used" in said
+    assert gives(said, "step-00000006")
     assert (copied_in / "checkpoints/broken-step-00000006").is_dir()
     assert main(["ckpt", "verify", str(copied_in), "--all"]) == 0
     assert main(["ckpt", "audit", str(copied_in)]) == 0
@@ -365,7 +363,7 @@ def test_a_checkpoint_of_another_run_is_not_used(copied_in: Path, capsys: pytest
 def test_a_whole_folder_of_checkpoints_of_another_run_is_refused(copied_in: Path) -> None:
     shutil.rmtree("run/checkpoints")
     shutil.copytree("other/checkpoints", "run/checkpoints")
-    with pytest.raises(RunFailed, match=r"no checkpoint that can be used:\n  step-00000006: .*belongs to another run"):
+    with fails(RunFailed, "step-00000006", "another run"):
         lockstep.train(_config(run={"folder": "run"}, steps=8))
     assert main(["ckpt", "verify", "run"]) == 3
     assert main(["train", "run", "--run.steps", "8", "--fresh"]) == 0

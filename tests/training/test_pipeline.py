@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit import small
+from kit.failures import gives
 from kit.families import family
 from kit.faults import OF_PIECES
 from kit.runs import Trajectory, differences, recorded, recorded_all, unnoticed
@@ -220,7 +221,7 @@ def test_what_can_t_be_done_says_why(name: str, refusals: dict[str, list[str]]) 
 def test_code_between_blocks_that_runs_in_training_alone_is_noticed_there() -> None:
     """Refused by the stage that would not know of it; the other one is informed of its end."""
     said = in_world(2, small.refusal, chain("InTraining", **pipeline(2, "1f1b")))
-    assert "the model's forward computes something between blocks.1 and blocks.2" in said[1]
+    assert gives(said[1], "forward", "blocks.1", "blocks.2")
 
 
 def test_a_long_wait_is_warned_of() -> None:
@@ -228,7 +229,7 @@ def test_a_long_wait_is_warned_of() -> None:
         {**small.config(), "parallel": {"strategy": "ddp", "pipeline": 2}, "batch": {"global_size": 8, "micro_size": 4}}
     )
     plan = make_plan(asked.config, 2, DataFacts(40, None), [ParameterFacts("weight", (4, 4), 4, True)])
-    assert any("wait 33% of the time" in warning and "batch.micro_size to 1" in warning for warning in plan.warnings)
+    assert any(gives(warning, "33%", "batch.micro_size to 1") for warning in plan.warnings)
 
 
 # --- what users do next -------------------------------------------------------------------------------------------

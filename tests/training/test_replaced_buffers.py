@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from kit import small
 from kit.chains import TENSOR_PLAN
+from kit.failures import gives
 from kit.runs import Trajectory, differences, recorded_all
 from kit.worlds import in_world
 from torch import Tensor, nn
@@ -118,8 +119,8 @@ def test_ranks_must_hold_alike_tensors_of_whatever_kind() -> None:
     (*held, first), (*_, second) = results
     assert held == results[1][:-1]
     assert held == [[0, 2, 4, 6], [0] * 4, [0, 1, 2], [[0, 3], [1, 4], [2, 5]], None]
-    assert "float32 [1] on rank 0" in first
-    assert "float32 [2] on rank 1" in second
+    assert gives(first, "float32 [1]", "rank 0")
+    assert gives(second, "float32 [2]", "rank 1")
 
 
 def _replaced_on_one_rank() -> str:
@@ -139,4 +140,4 @@ def _replaced_on_one_rank() -> str:
 
 def test_a_rank_that_alone_has_replaced_its_buffer_is_named() -> None:
     message = in_world(2, _replaced_on_one_rank)[1]
-    assert "float32 [5] on rank 1, float32 [4] before" in message
+    assert gives(message, "float32 [5]", "rank 1", "float32 [4]")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kit import small
+from kit.failures import gives
 from kit.families import family
 from kit.runs import Trajectory, differences, recorded, recorded_all, unnoticed
 from kit.worlds import in_world
@@ -361,4 +362,4 @@ def _handed_over() -> str:
 
 
 def test_an_optimizer_of_a_users_own_is_refused() -> None:
-    assert all("with parallel.tensor it gets parts" in said for said in in_world(2, _handed_over))
+    assert all(gives(said, "optimizer", "parallel.tensor") for said in in_world(2, _handed_over))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kit import small
+from kit.failures import gives
 from kit.worlds import free_port
 
 import lockstep
@@ -116,7 +117,7 @@ def test_a_tracker_that_raises(
     assert losses(tmp_path / "run", Faulty(call, fault)) == undisturbed
     told = _warnings(caplog)
     assert len(told) == (1 if call == "rolled_back" else 2), "once an attempt"
-    assert all(text.startswith("tracker Faulty failed and is left out from now on: ") for text in told)
+    assert all(text.startswith("tracker Faulty failed ") for text in told)
 
 
 @pytest.mark.parametrize("call", ["start", "scalars", "finish"])
@@ -143,7 +144,7 @@ def test_a_server_that_refuses_connections(
     assert losses(tmp_path / "run", trackers=[{"target": "mlflow", "arguments": {"uri": uri}}]) == undisturbed
     told = _warnings(caplog)
     assert len(told) == 2
-    assert all(text.startswith("tracker mlflow failed and is left out") and "refused" in text for text in told)
+    assert all(text.startswith("tracker mlflow failed ") and "refused" in text for text in told)
 
 
 def test_wandb_without_its_server_records_in_files(
@@ -161,6 +162,6 @@ def test_wandb_without_its_server_records_in_files(
     wandb.teardown()
     told = [message for message in caplog.messages if "Weights & Biases" in message]
     assert len(told) == 1
-    assert "this attempt is recorded as in mode offline" in told[0]
+    assert gives(told[0], "mode offline")
     (file,) = (tmp_path / "trackers" / "wandb").glob("offline-run-*/*.wandb")
     assert file.read_bytes().count(b"train/loss") >= 4

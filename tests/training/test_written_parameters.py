@@ -7,6 +7,7 @@ from itertools import islice
 import pytest
 import torch
 from kit import small
+from kit.failures import fails
 from torch import Tensor
 
 import lockstep
@@ -46,7 +47,7 @@ def _session(model: torch.nn.Module) -> lockstep.Session:
 def test_a_parameter_that_a_forward_writes_to_is_refused_at_once_or_soon(how: str, first: int) -> None:
     with _session(Following(how, first)) as session:
         reports = []
-        with pytest.raises(lockstep.ConfigError, match=r"head.bias changed outside of the optimizer's step"):
+        with fails(lockstep.ConfigError, "head.bias", "changed", key="model"):
             reports.extend(islice(session, 6))
         assert session.progress.steps == (0 if first == 1 else 4)
 
@@ -70,7 +71,7 @@ class Switching(small.Net):
 @pytest.mark.parametrize(("first", "steps"), [(1, 0), (4, 4)])
 def test_a_module_that_a_forward_replaces_is_refused_at_once_or_soon(first: int, steps: int) -> None:
     with _session(Switching(first, training=True)) as session:
-        with pytest.raises(lockstep.ConfigError, match="replaced head since the start, on rank 0"):
+        with fails(lockstep.ConfigError, "replaced head", "rank 0", key="model"):
             list(islice(session, 6))
         assert session.progress.steps == steps
 
@@ -95,7 +96,7 @@ def test_a_parameter_that_code_changes_between_two_updates_is_refused() -> None:
         next(updates)
         model = session._components.sharding.state.model
         model.head.weight.data.clamp_(-0.01, 0.01)
-        with pytest.raises(lockstep.ConfigError, match=r"head.weight changed outside of the optimizer's step"):
+        with fails(lockstep.ConfigError, "head.weight", "changed", key="model"):
             next(updates)
 
 
@@ -108,7 +109,7 @@ def test_parameters_that_are_frozen_or_not_in_mid_run_are_refused(trained: bool)
         for _ in range(3):
             next(updates)
         session._components.sharding.state.model.inner.requires_grad_(trained)
-        with pytest.raises(lockstep.ConfigError, match=r"requires_grad of inner.weight, inner.bias has changed"):
+        with fails(lockstep.ConfigError, "requires_grad", "inner.weight, inner.bias", key="model"):
             next(updates)
 
 
@@ -116,12 +117,12 @@ def test_parameters_that_are_frozen_or_not_in_mid_run_are_refused(trained: bool)
 def test_parameters_of_half_precision_are_refused_if_they_are_trained(dtype: torch.dtype) -> None:
     model = small.Net()
     model.inner.to(dtype)
-    with pytest.raises(lockstep.ConfigError, match=r"inner.weight, inner.bias: trained in (bfloat|float)16"):
+    with fails(lockstep.ConfigError, "inner.weight, inner.bias", str(dtype).removeprefix("torch."), key="model"):
         _session(model).__enter__()
 
 
 def test_two_parameters_in_one_memory_are_refused() -> None:
     model = small.Net()
     model.head.bias = torch.nn.Parameter(model.inner.bias[:3])
-    with pytest.raises(lockstep.ConfigError, match="are two parameters in one memory"), _session(model):
+    with fails(lockstep.ConfigError, "one memory", key="model"), _session(model):
         pass

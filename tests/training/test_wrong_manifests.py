@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from kit import small
+from kit.failures import fails
 
 import lockstep
 from lockstep.checkpoint import manifest as manifests
@@ -16,6 +17,7 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.cli.main import main
 from lockstep.core.errors import VerificationError
+from lockstep.core.failure_kinds import FailureKind
 from lockstep.training.ledger import audit
 
 
@@ -64,7 +66,7 @@ def test_the_checkpoint_before_it_is_taken(
     (run / "checkpoints/step-00000006/manifest.json").write_bytes(manifests.to_bytes(wrong))
     config = small.config(checkpoint={"keep_last": 9}, run={"steps": 8, "folder": str(run)})
     if path[0] == "config":  # another model, or seed, is no fault: it is named
-        with pytest.raises(lockstep.ConfigError, match="is of a run with other data, model or seed"):
+        with fails(lockstep.ConfigError, kind=FailureKind.OTHER_DATA):
             lockstep.train(config)
         return
     summary = lockstep.train(config).summary
@@ -76,5 +78,5 @@ def test_the_checkpoint_before_it_is_taken(
 def test_an_audit_of_more_samples_than_can_be_computed_ends() -> None:
     order = {"seed": 1, "shuffle": True, "samples": 40, "epoch_samples": 40, "fingerprint": "x"}
     state = {"ledger": [{"attempt": 1, "ranks": 1, "first": 0, "last": 2**60, "digest": 0, "order": order}]}
-    with pytest.raises(VerificationError, match="has 1,152,921,504,606,846,976 samples, and an audit computes"):
+    with fails(VerificationError, "1,152,921,504,606,846,976 samples"):
         audit(state, 2**60)
