@@ -7,6 +7,7 @@ import weakref
 from multiprocessing import get_context
 
 import pytest
+from kit.failures import gives
 
 from lockstep.core.control_groups import Kills, why_killed
 from lockstep.core.errors import CollectiveTimeout, ConfigError, Paused, RunFailed, Stopped
@@ -70,7 +71,7 @@ def test_a_keyboard_interrupt_of_the_program_has_its_place() -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
         raise KeyboardInterrupt
     end = end_of_exception(caught.value, 0.0, None)
-    assert re.fullmatch(r"interrupted by a KeyboardInterrupt in .*test_ends\.py:\d+", end.text)
+    assert re.search(r"KeyboardInterrupt in .*test_ends\.py:\d+$", end.text)
 
 
 def test_an_exception_caused_by_a_broken_connection_is_a_peer_failure() -> None:
@@ -128,7 +129,7 @@ def test_first_cause_by_kind_then_by_time(ends: list[End], cause: int | None) ->
 def test_a_message_of_all_ranks_names_no_rank() -> None:
     ends = [end_of_exception(ConfigError("lr is 0"), 0.0, None)] * 2
     assert describe(0, ends, 600.0) == "lr is 0"
-    assert describe(0, [ends[0], end_of_return(0, 0.0)], 600.0) == "rank 0: lr is 0"
+    assert describe(0, [ends[0], end_of_return(0, 0.0)], 600.0) == f"rank 0: {ends[0].text}"
 
 
 def test_ranks_that_were_ended_kept_others_waiting_and_late_ones_only_if_none_was_ended() -> None:
@@ -138,10 +139,10 @@ def test_ranks_that_were_ended_kept_others_waiting_and_late_ones_only_if_none_wa
         _end(FailureKind.PEER_FAILED, 9),
     )
     ended = _end(FailureKind.ENDED, 9)
-    assert describe(0, [waited, early, late], 600.0).startswith("rank 2 did not answer within 600 s (launch.timeout)")
-    assert describe(0, [waited, ended, late], 600.0).startswith("rank 1 did not answer")
+    assert gives(describe(0, [waited, early, late], 600.0), "rank 2", "600 s", "launch.timeout")
+    assert gives(describe(0, [waited, ended, late], 600.0), "rank 1", "600 s", "launch.timeout")
     assert describe(0, [waited, early, early], 600.0).startswith("no rank hangs")
-    assert describe(0, [waited, *[ended] * 11], 600.0).startswith("ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more did not")
+    assert gives(describe(0, [waited, *[ended] * 11], 600.0), "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more", "600 s")
 
 
 def test_objects_of_a_failed_entry_are_freed_at_once() -> None:

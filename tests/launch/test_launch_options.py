@@ -12,6 +12,7 @@ import torch
 import yaml
 from kit import small
 from kit.commands import run_script, start_lockstep
+from kit.failures import fails, gives
 from kit.worlds import in_world
 
 import lockstep
@@ -46,11 +47,11 @@ def test_options_that_another_launcher_contradicts_are_refused_and_others_applie
     ]
     for results in in_world(2, _refusals, sections):
         assert results[:2] == ["hello", ""]
-        assert "launch.ranks: 3 ranks, but 2 started on this machine; write 2" in results[2]
+        assert gives(results[2], "launch.ranks:", 3, 2, "write 2")
         assert "launch.port: 29999, but MASTER_PORT is" in results[3]
-        assert "launch.environment.RANK: is set for each rank" in results[4]
-        assert "launch.environment.LD_PRELOAD: is read when a process starts" in results[5]
-        assert "launch.environment.PYTHONPATH: is read by the process that starts" in results[6]
+        assert results[4].startswith("launch.environment.RANK: ")
+        assert results[5].startswith("launch.environment.LD_PRELOAD: ")
+        assert results[6].startswith("launch.environment.PYTHONPATH: ")
 
 
 def _train_with_another_number() -> str:
@@ -60,14 +61,13 @@ def _train_with_another_number() -> str:
 
 
 def test_ranks_of_train_must_match_those_that_were_started() -> None:
-    assert set(in_world(2, _train_with_another_number)) == {
-        "ranks: 3 ranks, but 2 started on this machine; write 2 or auto, or start 3 there (torchrun --nproc-per-node 3)"
-    }
+    (refused,) = set(in_world(2, _train_with_another_number))
+    assert gives(refused, "ranks", 3, 2, "auto", "torchrun --nproc-per-node 3")
 
 
 def test_ranks_of_a_config_are_not_ignored_in_one_process() -> None:
     with (
-        pytest.raises(ConfigError, match=r"launch.ranks: 2 ranks, but 1 started on this machine; write 1"),
+        fails(ConfigError, 2, 1, key="launch.ranks"),
         lockstep.session(small.config(launch={"ranks": 2})),
     ):
         pass
@@ -122,7 +122,8 @@ def test_a_program_gets_the_failure_of_its_ranks(tmp_path: Path) -> None:
 
 def test_a_script_without_guard_is_refused_once(tmp_path: Path) -> None:
     output = _output(tmp_path, config={}, arguments="ranks=2", before=_THREAD, call="main()")
-    assert output.startswith("ConfigError 1 the script starts ranks as it is imported")
+    assert output.startswith("ConfigError 1 ")
+    assert gives(output, "script")
     assert output.count("\n") == 1
 
 
@@ -151,8 +152,8 @@ def test_ranks_own_the_tensors_of_a_module_which_has_the_trained_weights_in_the_
 def test_what_cannot_be_pickled_is_reported_without_the_config(tmp_path: Path) -> None:
     locked = "ranks=2, schedule=lambda *_, lock=threading.Lock(): 1.0"
     output = _output(tmp_path, config={}, arguments=locked, before=_THREAD)
-    refused = "ConfigError 1 what the ranks need can't be sent to them, which are fresh interpreters: "
-    assert output.startswith(f"{refused}cannot pickle '_thread.lock' object"), output
+    assert output.startswith("ConfigError 1 "), output
+    assert "_thread.lock" in output
     assert "cloudpickle" in output
     assert "Config(" not in output
     assert len(output) < 600

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pty
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from kit.failures import gives
 from kit.waiting import wait_for
 
 if TYPE_CHECKING:
@@ -141,11 +143,11 @@ def test_a_used_port_and_the_launchers_variables_are_refused(fork_server: ForkSe
         port = taken.getsockname()[1]
         code, _, err = fork_server.run("refused", script=["return:0"] * 2, section={"port": port})
     assert code == 2
-    assert err == f"launch.port: can't listen on port {port} (Address already in use); 0 takes any free port\n"
+    assert gives(err, "launch.port:", port, os.strerror(errno.EADDRINUSE), 0)
 
     code, _, err = fork_server.run("refused", script=["return:0"] * 2, section={"environment": {"RANK": "1"}})
     assert code == 2
-    assert err == "launch.environment.RANK: is set for each rank by the launcher; leave it out\n"
+    assert gives(err, "launch.environment.RANK:")
 
 
 def test_the_store_listens_only_on_loopback_on_the_configured_port(fork_server: ForkServer, tmp_path: Path) -> None:
@@ -209,7 +211,7 @@ def test_failure_is_shown_once_and_logged(fork_server: ForkServer, tmp_path: Pat
     code, _, err = fork_server.run("acts", script=["sleep:30", "raise:boom"], logs=str(tmp_path))
     assert code == 1
     assert err.count("ValueError: boom") == 1
-    assert f"each rank's output is in {tmp_path}" in err
+    assert gives(err, tmp_path)
     assert (tmp_path / "rank-1.log").read_text().count("ValueError: boom") == 1
 
 

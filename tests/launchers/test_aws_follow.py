@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from kit.aws import BUCKET, Cloud, Fault, Kind, cloud, ends, faults, hurried
 from kit.commands import start_lockstep
+from kit.failures import gives
 
 from lockstep.cli.main import main
 from lockstep.core.errors import Failure
@@ -86,7 +87,7 @@ def test_what_fails_for_a_while_is_borne(
     done = capsys.readouterr()
     assert done.out == "step 1\nstep 2\n"
     assert done.err.count(f"{note}") == 1
-    assert "; the job continues; it is asked again for 5 minutes\n" in done.err
+    assert gives(done.err, "the job continues", "5 minutes")
     assert moto.left() == []
 
 
@@ -100,7 +101,7 @@ def test_what_fails_for_long_ends_the_following_and_not_the_job(
     with faults(planned), pytest.raises(Failure) as raised:
         AWS.follow(job)
     assert "(ExpiredToken)" in str(raised.value)
-    assert f"the job continues; lockstep launch aws follow {job.number} asks again" in str(raised.value)
+    assert gives(str(raised.value), "the job continues", f"lockstep launch aws follow {job.number}")
     assert AWS.status(job).text.endswith("instances 2 running")
     AWS.cancel(job)
     assert moto.left() == []
@@ -112,7 +113,7 @@ def test_an_instance_that_never_reports_is_given_up(moto: Cloud, capsys: pytest.
     assert AWS.follow(job) == 1
     done = capsys.readouterr()
     assert done.out == "instance 0 has started\n"
-    assert "note: instance 1 has reported nothing in 0.0005 minutes\n" in done.err
+    assert gives(done.err, "note", "instance 1", "0.0005 minutes")
     assert "aws ec2 get-console-output --region us-east-1 --instance-id i-" in done.err
     assert moto.left() == []
 
@@ -127,8 +128,8 @@ def test_instances_that_aws_terminates_end_the_job(
     assert AWS.follow(job) == 1
     text = capsys.readouterr().err
     assert f"instances {'2' if len(nodes) == 2 else '1 running, 1'} terminated" in text
-    assert ("exit code 1 (Client.UserInitiatedShutdown: " in text) == (len(nodes) == 2)
-    assert ("note: 1 instances still run, and the others have ended; all are ended" in text) == (len(nodes) == 1)
+    assert gives(text, "exit code 1", "Client.UserInitiatedShutdown") == (len(nodes) == 2)
+    assert gives(text, "note", "1 instances") == (len(nodes) == 1)
     assert moto.left() == []
 
 
@@ -163,8 +164,8 @@ def test_results_that_cannot_be_written_stay_and_nothing_runs(moto: Cloud, capsy
     with pytest.raises(Failure) as raised:
         AWS.follow(job)
     text = str(raised.value)
-    assert text.startswith("can't write run/summary.json: Is a directory; the results stay in s3://my-bucket/digits-")
-    assert f"are paid for: lockstep launch aws follow {job.number} fetches them" in text
+    assert gives(text, "run/summary.json", "Is a directory", "s3://my-bucket/digits-")
+    assert gives(text, f"lockstep launch aws follow {job.number}")
     assert all(name.startswith(place_of(job)) for name in moto.left()), "only objects are left"
     Path("run/summary.json").rmdir()
     assert AWS.follow(job) == 0
@@ -180,8 +181,8 @@ def test_results_that_are_not_fetched_from_instances_that_cannot_be_ended(
     refused = [Fault(-1, "refused", pattern, times=9) for pattern in ("GET summary.json", "TerminateInstances")]
     with faults(*refused), pytest.raises(Failure) as raised:
         AWS.follow(job)
-    assert str(raised.value).startswith("s3:GetObject failed in us-east-1: planned")
-    assert "may be left, and be paid for (ec2:TerminateInstances failed" in str(raised.value)
+    assert str(raised.value).startswith("s3:GetObject failed ")
+    assert gives(str(raised.value), "be paid for", "ec2:TerminateInstances")
     assert AWS.follow(job) == 3
     assert moto.left() == []
 
@@ -200,7 +201,8 @@ def test_a_signal_ends_the_following_and_not_the_job(
     process.send(number)
     assert process.end() == 130
     ways = "; ".join(f"lockstep launch aws {verb} {job.number}" for verb in ("follow", "cancel"))
-    assert f"lockstep: the job continues: {ways}\nlockstep: stopped by {number.name}\n" in process.output
+    assert gives(process.output, "the job continues", ways)
+    assert process.output.endswith(f"stopped by {number.name}\n")
     assert AWS.status(job).text.endswith("instances 2 running")
     AWS.cancel(job)
     assert moto.left() == []

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from kit.commands import run_lockstep
 from kit.compose import problem_of
+from kit.failures import gives
 from kit.programs import Program
 
 from lockstep.cli.main import main
@@ -98,13 +99,13 @@ def test_a_secret_is_named_and_not_written(
     written = capsys.readouterr()
     assert "very-secret" not in written.out + written.err
     assert yaml.safe_load(written.out)["services"]["node0"]["environment"]["HF_TOKEN"] is None
-    assert refusal(capsys, *IMAGE, "--env", "HF_TOKEN=hf_x", *TRAIN) == (
-        "--env: HF_TOKEN looks like a secret, which would be written down; set it, and give --env HF_TOKEN\n"
-    )
+    refused = refusal(capsys, *IMAGE, "--env", "HF_TOKEN=hf_x", *TRAIN)
+    assert gives(refused, "--env:", "HF_TOKEN", "--env HF_TOKEN")
+    assert "hf_x" not in refused
 
 
 def test_an_image_is_built_from_the_dockerfile_here(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refusal(capsys, *TRAIN).startswith("--image: is missing, and there is no Dockerfile here")
+    assert gives(refusal(capsys, *TRAIN), "--image:", "Dockerfile")
     (here / "Dockerfile").touch()
     service = dry_run(capsys, *TRAIN)["services"]["node0"]
     assert service["image"] == "my-project:latest"
@@ -135,9 +136,8 @@ def test_paths_that_the_containers_do_not_see_are_refused(
         f"{outside}: {unseen.rstrip()}"
     )
     (here / "data.yaml").write_text(f"data: {{train: {{kind: tokens, folder: {corpus}}}}}")
-    assert refusal(capsys, *IMAGE, "train", "stdlib-lm", "data.yaml", "run.folder=a").startswith(
-        f"{corpus}: the containers don't see it; give"
-    )
+    refused = refusal(capsys, *IMAGE, "train", "stdlib-lm", "data.yaml", "run.folder=a")
+    assert gives(refused, f"{corpus}:", f"--volume {corpus}:{corpus}:ro")
     lost = f"run.folder: would be lost with the container; give --volume {tmp_path}/other:{tmp_path}/other"
     assert refusal(capsys, *IMAGE, "train", "digits", "run.folder=dead/a").startswith(lost)
 
@@ -224,7 +224,7 @@ def test_what_can_not_be_removed_is_named(engine: Program, capfd: pytest.Capture
     engine.answer({"compose up": [("", "no space left")], f"{JOB} down": [("", "no connection")]})
     assert main([*LAUNCH, *IMAGE, *TRAIN]) == 1
     last = capfd.readouterr().err.splitlines()[-1]
-    assert re.search(r"what was made is left \(.*\); remove it: docker compose --project-name \S+ down", last)
+    assert re.search(r": docker compose --project-name \S+ down", last)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -240,10 +240,7 @@ def test_where_docker_is_not_installed(
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert main([*LAUNCH, *IMAGE, *TRAIN]) == 1
-    assert capsys.readouterr().err.endswith(
-        "lockstep: docker is not installed here; install Docker with its plugin Compose; --dry-run prints the compose "
-        "file anywhere\n"
-    )
+    assert gives(capsys.readouterr().err, "docker", "Compose", "--dry-run")
     assert not Path("runs/a").exists()
 
 
@@ -331,7 +328,7 @@ def test_a_job_that_is_canceled_saves_first(engine: Program, here: Path, capsys:
     verbs = [call.words.split()[3] for call in engine.calls()[-5:]]
     assert verbs == ["ps", "stop", "ps", "logs", "down"]
     assert main([*LAUNCH, "cancel", "runs/a"]) == 2
-    assert f"there is nothing to cancel: Docker {number}: ended, exit code 75" in capsys.readouterr().err
+    assert gives(capsys.readouterr().err, "nothing to cancel", number, "exit code 75")
 
 
 def test_a_second_job_of_a_run_is_refused_while_the_first_runs(
@@ -349,7 +346,7 @@ def test_a_followed_job_that_vanishes_was_canceled(engine: Program, capsys: pyte
     engine.answer({f"{JOB} ps": [listed(container(0, "running")), ("", "")]})
     assert main([*LAUNCH, "follow", "digits-1"]) == 130
     assert main([*LAUNCH, "status", "digits-1"]) == 2
-    assert "Docker knows no job digits-1; if it has ended, give the folder of its run" in capsys.readouterr().err
+    assert gives(capsys.readouterr().err, "digits-1")
     assert main([*LAUNCH, "status", "a/b c"]) == 2
 
 

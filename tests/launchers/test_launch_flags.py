@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from kit.failures import gives
 
 from lockstep.cli.main import main
 from lockstep.launchers import BUILTIN, aws, introduction
@@ -99,4 +100,4 @@ def test_what_a_launcher_would_ignore_is_refused(
 
 def test_how_hosts_meet_needs_their_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "digits", "--rendezvous", "10.0.0.1:29500"]) == 2
-    assert "--rendezvous is for several hosts; give --nodes N too" in capsys.readouterr().err
+    assert gives(capsys.readouterr().err, "--rendezvous", "--nodes")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from kit.commands import Done, Running, run_lockstep, start_lockstep
+from kit.failures import gives
 from kit.ray import CPUS, GPUS, RayCluster, ray_cluster, why_not
 from kit.ssh import processes_in
 
@@ -54,7 +55,7 @@ def test_a_jobs_driver_places_two_launchers_that_train_as_one_process(tmp_path: 
     with ray_cluster(dashboard=False) as cluster:
         done = run_lockstep(*entrypoint[1:], cwd=tmp_path, RAY_ADDRESS=cluster.nodes)
     assert done.returncode == 0, done
-    assert re.match(r"lockstep: starts on \S+, \S+, with 1 CPU each\n", done.stdout)
+    assert re.match(r"lockstep: .* on \S+, \S+, .*1 CPU ", done.stdout)
     assert "step 8/8" in done.stdout, "node 0's output"
     assert processes_in(tmp_path) == {}
     assert_same_losses(tmp_path)
@@ -78,14 +79,12 @@ def test_what_the_cluster_does_not_have_is_refused_in_seconds(cluster: RayCluste
     began = time.monotonic()
     done = launch(cluster, tmp_path, "--follow", "--nodes", 3, *RUN, "--ranks", 1)
     assert done.returncode == 2
-    assert done.stdout.splitlines()[-1] == (
-        "lockstep: the run needs 3 nodes with 1 CPU each, and 2 of this cluster's 2 nodes fit (they have "
-        f"{CPUS} CPU, {GPUS} GPU); ask for less, or give --wait SECONDS if an autoscaler starts nodes"
-    )
+    last = done.stdout.splitlines()[-1]
+    assert gives(last, "3 nodes", "1 CPU", 2, "2 nodes", f"{CPUS} CPU, {GPUS} GPU", "--wait SECONDS")
     assert time.monotonic() - began < 120
     done = launch(cluster, tmp_path, "--follow", "--resource", "accelerator_type:H100=1", *RUN, "--ranks", 1)
     assert done.returncode == 2
-    assert "nodes with 1 CPU, 1 accelerator_type:H100 each, and 0 of" in done.stdout
+    assert gives(done.stdout, "1 CPU", "1 accelerator_type:H100", 0)
 
 
 @pytest.mark.drill
@@ -95,7 +94,7 @@ def test_a_missing_program_or_folder_is_named(cluster: RayCluster, tmp_path: Pat
     assert "/opt/none/lockstep: not found" in done.stdout
     done = launch(cluster, tmp_path, "--follow", "--folder", "/no/folder", *RUN, "--ranks", 1)
     assert done.returncode == 1
-    assert "lockstep: /no/folder can't be entered on " in done.stdout
+    assert gives(done.stdout, "/no/folder")
 
 
 @pytest.mark.drill
@@ -191,7 +190,7 @@ def test_a_lost_node_is_named_and_replaced_if_asked(cluster: RayCluster, tmp_pat
     launched = start(cluster, tmp_path)
     lose_node(cluster, tmp_path)
     assert launched.end() == 1, launched.output
-    assert re.search(r"lockstep: the connection to \S+ is lost: ", printed(tmp_path))
+    assert re.search(r"connection to \S+ is lost", printed(tmp_path))
     cluster.do("add")
     launched = start(cluster, tmp_path, "--retries", 1, "--wait", 120)
     launched.wait_for(lambda: "resumes from" in printed(tmp_path) and ": saved (" in printed(tmp_path))
