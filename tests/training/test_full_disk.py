@@ -30,7 +30,7 @@ def _train_with_room_for(config: dict[str, Any], number: int, broken: tuple[str,
             if damaged.exists() and name in place.names():
                 damaged.write_bytes(bytes(damaged.stat().st_size))
         if len(place.names()) >= number:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), kind=FailureKind.SAVE_FAILED)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(draft, file, data)
 
     with pytest.MonkeyPatch.context() as patch:
