@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.config.data_sections import Data
 from lockstep.config.schema import Loader, Tokens
 from lockstep.core.progress import Progress
 from lockstep.core.records import Batch
@@ -63,11 +64,9 @@ def through_loader(source: Any, samples: int) -> Iterator[object]:
         plan_batch(samples, "auto", 1),
         0,
         42,
-        shuffle=True,
-        drop_last=True,
-        options=Loader(),
-        device=torch.device("cpu"),
-        count=_count,
+        Data.model_construct(shuffle=True, drop_last=True, loader=Loader()),
+        torch.device("cpu"),
+        _count,
     )
     return iter(loader.updates(Progress()))
 

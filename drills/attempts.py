@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.inspection import verify
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.reading import Reader, ReadItem, read_manifest
+from lockstep.checkpoint.reading import Reader, ReadItem, read_manifest, verify
 from lockstep.checkpoint.storage import checkpoint_name, names_by_step
 
 PATIENCE = 180.0  # seconds, after which a run hangs

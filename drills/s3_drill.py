@@ -33,8 +33,8 @@ from kit import s3
 from kit.commands import Running, start_lockstep
 from kit.s3 import Fault
 
-from lockstep.checkpoint.inspection import verify
 from lockstep.checkpoint.objects import ObjectStorage
+from lockstep.checkpoint.reading import verify
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.stores.buckets import Bucket
 

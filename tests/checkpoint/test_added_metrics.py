@@ -12,10 +12,9 @@ import torch
 from disk_faults import Disk, ends, raises
 from kit.storing import save, state_of
 
-from lockstep.checkpoint.inspection import verify
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.objects import ObjectStorage
-from lockstep.checkpoint.reading import read_manifest
+from lockstep.checkpoint.reading import read_manifest, verify
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
 from lockstep.checkpoint.storage import Storage, checkpoint_name
 from lockstep.distributed.collectives import LocalGroup

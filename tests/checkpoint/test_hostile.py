@@ -19,9 +19,9 @@ from kit.storing import Meeting, state_of
 from kit.worlds import in_world
 
 import lockstep
-from lockstep.checkpoint.inspection import verify
 from lockstep.checkpoint.loading import load_newest
 from lockstep.checkpoint.local import LocalStorage
+from lockstep.checkpoint.reading import verify
 from lockstep.cli.main import main
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.training.checkpoints import Checkpoints

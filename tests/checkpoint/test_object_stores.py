@@ -19,8 +19,8 @@ from kit.s3 import BUCKET, Fault
 from kit.storing import rank_states, save
 
 import lockstep
-from lockstep.checkpoint.inspection import verify
 from lockstep.checkpoint.objects import ObjectStorage
+from lockstep.checkpoint.reading import verify
 from lockstep.cli.main import main
 from lockstep.core.errors import ConfigError
 from lockstep.stores.addresses import checked_address

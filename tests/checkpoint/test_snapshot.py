@@ -165,7 +165,7 @@ def test_chunks_hold_the_bytes_of_one_block(chunk: int) -> None:
         image = FileImage(layout, size, lambda size: torch.full((size,), 7, dtype=torch.uint8))
         image.allocate()
         sources = {index: tensors[item.name] for index, item in enumerate(layout.items)}
-        snapshot.copy(image.copies(sources))
+        image.fill(sources)
         images.append(b"".join(image.pieces()))
     assert images[0] == images[1]
 

@@ -201,11 +201,11 @@ class VotedAtOnce(Saver):
     """A saver whose vote ends before the thread that settled the save continues."""
 
     @property
-    def _settled(self) -> int:
+    def settled(self) -> int:
         return self._count
 
-    @_settled.setter
-    def _settled(self, count: int) -> None:
+    @settled.setter
+    def settled(self, count: int) -> None:
         self._count = count
         if count:
             self.on_vote(float(count), 0.0)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.config.data_sections import Data
 from lockstep.config.schema import Loader
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data import noise
@@ -56,9 +57,11 @@ def make_loader(source: Any, global_size: int = 8, **options: Any) -> TrainingLo
         plan_batch(global_size, given["micro_size"], given["ranks"], fixed=given["fixed"]),
         given["rank"],
         given["seed"],
-        shuffle=given["shuffle"],
-        drop_last=given["drop_last"],
-        options=Loader(workers=given["workers"], persistent_workers=given["persistent_workers"]),
-        device=torch.device("cpu"),
-        count=lambda batch: 3 * batch.samples,
+        Data.model_construct(
+            shuffle=given["shuffle"],
+            drop_last=given["drop_last"],
+            loader=Loader(workers=given["workers"], persistent_workers=given["persistent_workers"]),
+        ),
+        torch.device("cpu"),
+        lambda batch: 3 * batch.samples,
     )

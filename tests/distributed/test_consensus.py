@@ -77,7 +77,8 @@ def test_one_rank_among_any_number_is_noticed(ranks: int, on_device: bool) -> No
         return torch.tensor(consensus.slots_of(number), dtype=torch.float64)
 
     def agrees(most: float, one: float) -> bool:
-        return consensus.agree(((ranks - 1) * slots(most) + slots(one)).tolist(), ranks)
+        sums = ((ranks - 1) * slots(most) + slots(one)).tolist()
+        return consensus.gradients_agree([*[0.0] * consensus.NORM_BEFORE, *sums], ranks)
 
     for number in NUMBERS:
         for near in (0.0, 1e-12, 1e-5, -1e-5, 1.9e-5):

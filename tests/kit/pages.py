@@ -12,9 +12,9 @@ from typing import Any
 from kit.reports import FACTS, report
 from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport, SaveReport
-from lockstep.monitor import environment
+from lockstep.monitor import environment, folder
 from lockstep.monitor.events import EventLog, summarize
-from lockstep.monitor.folder import RunFolder
+from lockstep.monitor.folder import ENVIRONMENT, METRICS, SUMMARY, RunFolder
 from lockstep.monitor.metric_log import Logged
 from lockstep.report import write_report
 
@@ -32,9 +32,9 @@ def make_run(
 ) -> Path:
     """Write a run's folder with the classes that a run uses; `changes` are those of every report."""
     run = RunFolder.create(where / "run", again=True)
-    run.write_config(CONFIG)
-    run.write_environment(environment.describe())
-    log = EventLog(run.metrics, every=1)
+    run.write(folder.CONFIG, CONFIG)
+    run.write(ENVIRONMENT, environment.describe())
+    log = EventLog(run.path / METRICS, every=1)
     log.start(FACTS)
     for step in range(1, steps + 1):
         log.see(report(step, **changes))
@@ -43,7 +43,7 @@ def make_run(
     log.finish(None)
     if finished:
         progress = Progress(steps, 64 * steps, 64 * 256 * steps)
-        run.write_summary(summarize(FACTS, progress, report(steps), [], 3.25))
+        run.write(SUMMARY, summarize(FACTS, progress, report(steps), [], 3.25))
     run.release()
     return run.path
 

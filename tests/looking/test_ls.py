@@ -25,18 +25,18 @@ from lockstep.looking.listing import describe, list_runs, runs_in
 from lockstep.looking.states import RunState, status_of
 from lockstep.monitor.attempts import Attempt, attempts_text
 from lockstep.monitor.events import EventLog, summarize
-from lockstep.monitor.folder import RunFolder, is_finished
+from lockstep.monitor.folder import ATTEMPTS, CONFIG, ENVIRONMENT, LOGS, METRICS, SUMMARY, RunFolder, is_finished
 
 
 def make_run(path: Path, steps: int = 30, *, host: str = "a", **changes: object) -> RunFolder:
     """Start a run that writes `steps` lines, and holds its lock."""
     run = RunFolder.create(path)
-    run.write_config("description: learns\n")
-    run.write_attempts(attempts_text([Attempt(time.time(), time.time(), facts={"steps": 40})]))
-    run.write_environment(
-        {"host": host, "created": "2026-11-21T09:30:00+0000", "variables": {"LOCKSTEP_LAUNCHER": "1"}}
+    run.write(CONFIG, "description: learns\n")
+    run.write(ATTEMPTS, attempts_text([Attempt(time.time(), time.time(), facts={"steps": 40})]))
+    run.write(
+        ENVIRONMENT, {"host": host, "created": "2026-11-21T09:30:00+0000", "variables": {"LOCKSTEP_LAUNCHER": "1"}}
     )
-    log = EventLog(run.metrics, every=1)
+    log = EventLog(run.path / METRICS, every=1)
     for step in range(1, steps + 1):
         log.see(report(step, **changes))
     log.finish(None)
@@ -50,12 +50,12 @@ def live(run: Path, age: float = 0.0, hosts: int = 1) -> None:
 
 
 def ended(run: RunFolder, text: str, kind: FailureKind) -> None:
-    append_ends(run.logs, 0, [End(kind, text, time=time.monotonic())], ["a"], LaunchResult(kind, text), {0: 0})
+    append_ends(run.path / LOGS, 0, [End(kind, text, time=time.monotonic())], ["a"], LaunchResult(kind, text), {0: 0})
     run.release()
 
 
 def finished(run: RunFolder) -> None:
-    run.write_summary(summarize(FACTS, Progress(40, 2560, 2560), report(40), [], 3.25))
+    run.write(SUMMARY, summarize(FACTS, Progress(40, 2560, 2560), report(40), [], 3.25))
     run.release()
 
 
@@ -151,7 +151,7 @@ def test_a_killed_run_is_not_running_although_its_live_file_is_fresh(tmp_path: P
 def test_a_loss_that_grows_in_a_long_file_is_seen(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=0)
     lines = ({"step": step, "note": "x" * 300, "loss": 0.1 if step < 1500 else 80.0} for step in range(1, 2001))
-    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (run.path / METRICS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     ended(run, "stopped", FailureKind.PAUSED)
     assert status_of(run.path).state is RunState.DIVERGED
 

@@ -18,7 +18,18 @@ from lockstep.core.progress import Progress
 from lockstep.core.records import EvaluationReport
 from lockstep.monitor import environment, folder
 from lockstep.monitor.events import summarize
-from lockstep.monitor.folder import RunFolder, is_finished, is_run, read_summary
+from lockstep.monitor.folder import (
+    CONFIG,
+    ENVIRONMENT,
+    LOGS,
+    METRICS,
+    SUMMARY,
+    TENSORBOARD,
+    RunFolder,
+    is_finished,
+    is_run,
+    read_summary,
+)
 
 
 def test_the_default_is_named_after_recipe_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,8 +38,8 @@ def test_the_default_is_named_after_recipe_and_time(tmp_path: Path, monkeypatch:
     assert run.path.parent == tmp_path / "runs"
     assert run.path.name.startswith("stdlib-lm-20")
     assert run.path.is_absolute()
-    assert run.logs.is_dir()
-    assert run.tensorboard.is_dir()
+    assert (run.path / LOGS).is_dir()
+    assert (run.path / TENSORBOARD).is_dir()
 
 
 def test_runs_that_start_in_the_same_second_get_folders_of_their_own(
@@ -48,9 +59,9 @@ def test_runs_that_start_in_the_same_second_get_folders_of_their_own(
 
 def test_it_holds_the_config_and_the_environment(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run")
-    run.write_config("run:\n  steps: 10\noptim:\n  lr: 0.0003\n")
-    run.write_environment(environment.describe())
-    assert yaml.safe_load(run.config.read_text()) == {"run": {"steps": 10}, "optim": {"lr": 3e-4}}
+    run.write(CONFIG, "run:\n  steps: 10\noptim:\n  lr: 0.0003\n")
+    run.write(ENVIRONMENT, environment.describe())
+    assert yaml.safe_load((run.path / CONFIG).read_text()) == {"run": {"steps": 10}, "optim": {"lr": 3e-4}}
     recorded = json.loads((run.path / "environment.json").read_text())
     assert {"python", "packages", "platform", "cpu", "gpus", "git", "command_line", "variables"} <= set(recorded)
     assert recorded["packages"]["torch"]
@@ -77,7 +88,7 @@ def test_a_finished_run_is_marked_and_not_trained_again(tmp_path: Path) -> None:
     assert not is_finished(run.path)
     assert read_summary(run.path) is None
     summary = summarize(FACTS, Progress(30, 1920, 491520), report(30), [], 3.0)
-    run.write_summary(summary)
+    run.write(SUMMARY, summary)
     run.release()
     assert is_finished(tmp_path / "run")
     assert read_summary(tmp_path / "run") == summary
@@ -90,11 +101,11 @@ def test_files_of_an_earlier_attempt_are_archived_when_the_run_starts_from_scrat
     for attempt in (1, 2, 3):
         run = RunFolder.create(tmp_path / "run")
         run.archive_attempt()
-        run.write_config(f"attempt: {attempt}\n")
-        run.metrics.write_text(f"{attempt}\n")
+        run.write(CONFIG, f"attempt: {attempt}\n")
+        (run.path / METRICS).write_text(f"{attempt}\n")
         run.release()
     assert [(run.path / "earlier" / name / "metrics.jsonl").read_text() for name in ("1", "2")] == ["1\n", "2\n"]
-    assert run.metrics.read_text() == "3\n"
+    assert (run.path / METRICS).read_text() == "3\n"
     assert is_run(run.path)
 
 
@@ -122,7 +133,7 @@ def test_a_folder_that_can_not_be_written_is_reported_with_the_reason(tmp_path: 
     run = RunFolder.create(tmp_path / "run")
     (run.path / "config.yaml").mkdir()
     with pytest.raises(RunFailed, match=r"can't write .*/run/config.yaml: Is a directory"):
-        run.write_config("")
+        run.write(CONFIG, "")
     assert not any(name.endswith(".new") for name in os.listdir(run.path))
 
 
@@ -130,7 +141,7 @@ def test_a_full_disk_is_reported_with_the_reason(tmp_path: Path, monkeypatch: py
     run = RunFolder.create(tmp_path / "run")
     monkeypatch.setattr(folder.os, "fsync", lambda _: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
     with pytest.raises(RunFailed, match=r"can't write .*/run/config.yaml: No space left on device"):
-        run.write_config("")
+        run.write(CONFIG, "")
     assert sorted(os.listdir(run.path)) == ["logs", "run.lock", "tensorboard"]
 
 

@@ -14,8 +14,8 @@ from kit.reports import FACTS
 
 from lockstep.core.phase_clock import Phase, UpdateTimes
 from lockstep.monitor import nvidia
-from lockstep.monitor.console import Console
-from lockstep.monitor.nvidia import DeviceGauges, GpuHealth, NvmlMissing, gpu_gauges, gpu_of, nvml_module
+from lockstep.monitor.console import Console, GpuHealth
+from lockstep.monitor.nvidia import DeviceGauges, NvmlMissing, gpu_gauges, gpu_of, nvml_module
 from lockstep.monitor.rank_meters import MeterReport, RankInterval, RankNotice
 
 

@@ -11,7 +11,7 @@ from kit.commands import run_lockstep
 from kit.worlds import in_process, in_world
 from profiling import held
 
-from lockstep.monitor.folder import RunFolder
+from lockstep.monitor.folder import CONFIG, RunFolder
 from lockstep.profiling.memory import memory_lines, module_rows
 from lockstep.simulation.memory import CATEGORIES, Peak
 from lockstep.simulation.planning import MeasuredMemory
@@ -83,7 +83,7 @@ def test_a_difference_is_named() -> None:
 def test_new_ranks_are_not_measured_beside_a_run_that_has_the_gpus(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({**small.config(), "run": {"steps": 1, "folder": "run"}}))
     run = RunFolder.create(tmp_path / "run")
-    run.write_config((tmp_path / "run.json").read_text())
+    run.write(CONFIG, (tmp_path / "run.json").read_text())
     attempt = {"launched": 1.0, "began": 2.0, "step": 0, "seconds": 0.0, "device": "NVIDIA H200"}
     (run.path / "attempts.jsonl").write_text(json.dumps(attempt) + "\n")
     refused = run_lockstep("profile", "memory", "run", cwd=tmp_path)

@@ -17,7 +17,7 @@ import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.storage import Owner
 from lockstep.core.errors import RunFailed
-from lockstep.monitor.folder import RunFolder
+from lockstep.monitor.folder import CONFIG, ENVIRONMENT, RunFolder
 from lockstep.training import job
 
 STEPS = 12
@@ -54,8 +54,8 @@ def _taken(home: Path) -> None:
     (home / "run").rename(home / "moved")
     other = RunFolder.create(home / "run")
     (home / "run" / "run.lock").write_text("process 1 on elsewhere\n")
-    other.write_config("description: another")
-    other.write_environment({"run": "f" * 32})
+    other.write(CONFIG, "description: another")
+    other.write(ENVIRONMENT, {"run": "f" * 32})
     LocalStorage(home / "run" / "checkpoints").set_owner(Owner("f" * 32, str(home / "run"), "another"))
     other.release()
 

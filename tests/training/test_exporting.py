@@ -24,11 +24,12 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.config.loading import validate
 from lockstep.config.writing import plain_yaml, to_plain
+from lockstep.core import files
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.files import replacing_file, replacing_folder
 from lockstep.interop.peers import import_weights
 from lockstep.models.model_tensors import model_tensors
 from lockstep.models.transformers_models import is_transformers_model
-from lockstep.training import weights
 from lockstep.training.exporting import ExportArguments, export
 from lockstep.training.locations import loaded_config, run_config
 from lockstep.training.publishing import publish
@@ -41,8 +42,6 @@ from lockstep.training.weights import (
     save_tensors,
     tensors_of,
     to_rebuild,
-    whole_file,
-    whole_folder,
 )
 
 LINES = {"kind": "stdlib-text", "length": 16, "samples": 40}
@@ -501,10 +500,10 @@ def test_a_folder_that_holds_more_stays(trained: Path, tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_finished_never_was(tmp_path: Path) -> None:
     target = tmp_path / "folder" / "file"
-    with pytest.raises(OSError, match="full"), whole_file(target) as partial:
+    with pytest.raises(OSError, match="full"), replacing_file(target) as partial:
         _begin_and_fail(partial)
     assert contents(tmp_path) == {}
-    with whole_file(target) as partial:
+    with replacing_file(target) as partial:
         partial.write_text("whole")
         assert not target.exists()
     assert contents(tmp_path) == {"folder/file": b"whole"}
@@ -518,10 +517,10 @@ def _begin_and_fail(file: Path) -> None:
 def test_a_folder_that_is_not_finished_never_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "folder"
     for text in ("old", "new"):
-        with whole_folder(target) as partial:
+        with replacing_folder(target) as partial:
             (partial / text).write_text(text)
     assert contents(tmp_path) == {"folder/new": b"new"}
-    with pytest.raises(OSError, match="full"), whole_folder(target) as partial:
+    with pytest.raises(OSError, match="full"), replacing_folder(target) as partial:
         _begin_and_fail(partial / "more")
     assert contents(tmp_path) == {"folder/new": b"new"}
     real = Path.rename
@@ -532,8 +531,8 @@ def test_a_folder_that_is_not_finished_never_was(tmp_path: Path, monkeypatch: py
         return real(path, to)
 
     monkeypatch.setattr(Path, "rename", refuse)
-    monkeypatch.setattr(weights, "exchanged", lambda *paths: False)  # as on NFS
-    with pytest.raises(OSError, match="no"), whole_folder(target) as partial:
+    monkeypatch.setattr(files, "exchanged", lambda *paths: False)  # as on NFS
+    with pytest.raises(OSError, match="no"), replacing_folder(target) as partial:
         (partial / "more").write_text("ha")
     assert contents(tmp_path) == {"folder/new": b"new"}
     assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]

@@ -17,9 +17,9 @@ from lockstep.config.writing import plain_yaml, to_public
 from lockstep.core.errors import ConfigError
 from lockstep.distributed.collectives import LocalGroup
 from lockstep.distributed.process_group import World
-from lockstep.monitor.folder import RunFolder
+from lockstep.monitor.folder import CONFIG, RunFolder
 from lockstep.training.job import Job, _run_folder
-from lockstep.training.ownership import folder_of_launch, mark_begun, resumed
+from lockstep.training.ownership import BEGUN, folder_of_launch, keep, resumed
 from lockstep.training.resuming import Resume
 
 RANK = {"RANK": "0", "WORLD_SIZE": "1"}
@@ -83,7 +83,7 @@ def test_a_run_that_starts_over_does_so_once() -> None:
     world, fresh = _world(dist.HashStore()), Resume(fresh=True, accept_changes=True)
     fork = Resume(origin=LocalStorage(Path("other")))
     assert resumed(fresh, world) == fresh
-    mark_begun(world)
+    keep(world, BEGUN)
     assert resumed(fresh, world) == Resume(accept_changes=True)
     assert resumed(fork, world) == Resume()
     assert resumed(fork, _world(None)) == fork
@@ -104,7 +104,7 @@ def test_a_restart_of_a_fork_finds_the_folder_that_the_fork_has_made() -> None:
     job = Job(_config(folder="fork"), "toy", resume=Resume(origin=LocalStorage(Path("other"))))
     store = dist.HashStore()
     with _run_folder(job, _world(store)) as folder:
-        RunFolder(folder).write_config(plain_yaml(to_public(job.config)))
+        RunFolder(folder).write(CONFIG, plain_yaml(to_public(job.config)))
     with _run_folder(job, _world(store)) as again:
         assert again == folder
     refused = fails(ConfigError, "--fork", Path("fork").absolute())

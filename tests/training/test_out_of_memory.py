@@ -228,7 +228,7 @@ def test_samples_that_are_read_for_an_evaluation_are_a_part_of_it() -> None:
     assert place is not None
     assert (place.phase, str(place)) == ("evaluation", "while samples 3, 4 were read")
     factors = memory_factors(_config(evaluation={"micro_size": 32}), 1)
-    assert sizes_too_large(error, factors) == {"evaluation.micro_size": 32}
+    assert sizes_too_large(place.phase, factors) == {"evaluation.micro_size": 32}
 
 
 def test_a_micro_batch_of_one_leaves_the_other_remedies() -> None:

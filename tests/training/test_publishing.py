@@ -19,10 +19,10 @@ from kit.worlds import in_world, served
 from safetensors.torch import load_file
 
 import lockstep
-from lockstep.core import checksums
+from lockstep.core import checksums, files
 from lockstep.core.files import exchanged
 from lockstep.models.weight_files import read_weights
-from lockstep.training import publishing, weights
+from lockstep.training import publishing
 from lockstep.training.publishing import plan_files, publish
 from lockstep.training.session import components_of
 
@@ -222,10 +222,10 @@ def _publish_and_die(folder: Path, where: str) -> None:
         with torch.no_grad():
             next(state.model.parameters()).fill_(7.0)
         if where == "after":
-            weights.exchanged = lambda *paths: exchanged(*paths) and _die()
+            files.exchanged = lambda *paths: exchanged(*paths) and _die()
         else:
             owner, name = {"hash": (checksums, "hash_of"), "list": (checksums, "record_folder")}.get(
-                where, (weights, "exchanged")
+                where, (files, "exchanged")
             )
             setattr(owner, name, _die)
         publish(session, lambda: folder)
@@ -250,10 +250,10 @@ def test_a_kill_leaves_the_old_or_the_new(where: str, tmp_path: Path) -> None:
 def test_a_file_system_that_cant_exchange_names_keeps_the_old_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "exchanged", lambda *paths: False)
+    monkeypatch.setattr(files, "exchanged", lambda *paths: False)
     for content in ("old", "new"):
         (tmp_path / "next").mkdir()
         (tmp_path / "next" / "file").write_text(content)
-        weights.replace_folder(tmp_path / "model", tmp_path / "next")
+        files.replace_folder(tmp_path / "model", tmp_path / "next")
         assert (tmp_path / "model" / "file").read_text() == content
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -54,7 +54,7 @@ def _outcome(asked: dict[str, Any], *, flips: bool) -> str:
             for _ in updates_of(session, lambda before: False):
                 if flips and session.progress.steps == _FLIPPED_AFTER:
                     flip_bit(components_of(session).sharding.state.model, lambda: None)
-                check.follow()
+                check.compare()
         except ReplicasDiffer as failure:
             return f"{failure}; wrong: {[*failure.ranks]}"
     return "alike"

@@ -15,7 +15,7 @@ from lockstep.launch.ends import End
 from lockstep.launch.memory_folder import MemoryFolder, left_by, note_attempt
 from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Supervisor
-from lockstep.monitor.folder import RunFolder
+from lockstep.monitor.folder import ENVIRONMENT, RunFolder
 from lockstep.training import start_run
 from lockstep.training.job import Job
 from lockstep.training.resuming import Resume
@@ -84,7 +84,7 @@ def test_a_launch_that_raises_leaves_the_snapshots_in_memory(
 def test_ranks_do_not_start_again_in_the_folder_of_another_run(tmp_path: Path, holder: str | None) -> None:
     """Nor where it was deleted (no holder). One of this launcher's own attempts may have written another id there."""
     folder = RunFolder.create(tmp_path / "run")
-    folder.write_environment({"run": "b" * 32})
+    folder.write(ENVIRONMENT, {"run": "b" * 32})
     if holder is not None:
         (folder.path / "run.lock").unlink()
     if holder:

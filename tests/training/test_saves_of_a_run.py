@@ -18,9 +18,8 @@ from kit.failures import fails, gives
 from kit.worlds import in_world
 from safetensors.torch import load_file
 
-from lockstep.checkpoint.inspection import verify
 from lockstep.checkpoint.local import LocalDraft, LocalStorage
-from lockstep.checkpoint.reading import Reader, ReadItem, read_manifest
+from lockstep.checkpoint.reading import Reader, ReadItem, read_manifest, verify
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.cli.main import main
 from lockstep.config.loading import validate

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.inspection import as_verification_error
 from lockstep.checkpoint.manifest import ELEMENT_BYTES
-from lockstep.checkpoint.reading import Reader, ReadItem, read_manifest
+from lockstep.checkpoint.reading import Reader, read_manifest
+from lockstep.core.formatting import differing
 from lockstep.distributed.shard_boxes import TensorInfo
 
 if TYPE_CHECKING:
@@ -79,14 +80,8 @@ class OpenCheckpoint:
 
     def tensors(self, names: Sequence[str]) -> list[Tensor]:
         """Read and verify whole tensors, on the CPU."""
-        import torch
-
-        infos = [self.info(name) for name in names]
-        memory = [torch.empty(info.shape, dtype=getattr(torch, info.dtype)) for info in infos]
-        items = [ReadItem(name, info.whole, into) for name, info, into in zip(names, infos, memory, strict=True)]
         with as_verification_error(self._storage, self._name):
-            Reader(self._storage, self._name, self.manifest).read(items)
-        return memory
+            return list(Reader(self._storage, self._name, self.manifest).tensors(names).values())
 
 
 def compare(first: OpenCheckpoint, second: OpenCheckpoint) -> Comparison:
@@ -154,12 +149,4 @@ def tensor_difference(name: str, first: Tensor, second: Tensor) -> TensorDiffere
 
 
 def _differences(first: Any, second: Any, ignored: tuple[str, ...]) -> dict[str, tuple[Any, Any]]:
-    return {key: pair for key, pair in _pairs(first, second, "") if pair[0] != pair[1] and key not in ignored}
-
-
-def _pairs(first: Any, second: Any, key: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    if not all(isinstance(value, Mapping) or value is None for value in (first, second)):
-        yield key, (first, second)
-        return
-    for name in {**(first or {}), **(second or {})}:
-        yield from _pairs((first or {}).get(name), (second or {}).get(name), f"{key}.{name}" if key else str(name))
+    return {key: pair for key, pair in differing(first, second).items() if key not in ignored}

@@ -13,9 +13,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
-from lockstep.checkpoint.reading import Reader, read_manifest
+from lockstep.checkpoint.reading import VerificationResult, read_manifest, verify
 from lockstep.checkpoint.retention import RetentionEntry, best_step, steps_to_delete
-from lockstep.checkpoint.storage import MANIFEST, ReadableStorage, Storage, names_by_step
+from lockstep.checkpoint.storage import MANIFEST, Storage, names_by_step
 from lockstep.config.schema import Checkpoint
 from lockstep.core import checksums
 from lockstep.core.errors import ConfigError, RunFailed, VerificationError
@@ -29,16 +29,6 @@ class ListedCheckpoint:
     step: int
     manifest: Manifest | None
     damage: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class VerificationResult:
-    """The result of reading every byte of a checkpoint or file; `fault` is None if all are what was written."""
-
-    name: str
-    size: int
-    seconds: float
-    fault: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +121,6 @@ def _epoch_samples(checkpoints: Sequence[ListedCheckpoint]) -> int | None:
     except (LookupError, TypeError):
         return None
     return samples if isinstance(samples, int) and samples > 0 else None
-
-
-def verify(storage: ReadableStorage, name: str) -> VerificationResult:
-    """Read and hash a checkpoint up to the first fault."""
-    began, size = time.perf_counter(), 0
-    fault: str | None = None
-    try:
-        manifest = read_manifest(storage, name)
-        size = manifest.size
-        Reader(storage, name, manifest).verify()
-    except CorruptCheckpoint as error:
-        fault = str(error)
-    return VerificationResult(name, size, time.perf_counter() - began, fault)
 
 
 def verify_weights(folder: Path) -> Iterator[VerificationResult]:

@@ -139,11 +139,7 @@ def _load(
 
 
 def _read(
-    storage: ReadableStorage,
-    name: str,
-    manifest: Manifest,
-    live: TrainingState,
-    shared: SharedReading | None,
+    storage: ReadableStorage, name: str, manifest: Manifest, live: TrainingState, shared: SharedReading | None
 ) -> TrainingState | str:
     tensors: dict[str, Tensor] = {}
     items: list[ReadItem] = []

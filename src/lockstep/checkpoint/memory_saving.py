@@ -10,13 +10,12 @@ write the next snapshot meanwhile. A run resumes from parts of the same attempt,
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -187,9 +186,7 @@ class MemorySaver:
         self._lost = time.perf_counter() - began
 
         def before_update() -> None:
-            waiting = time.perf_counter()
-            snapshot.before_update()
-            self._lost += time.perf_counter() - waiting
+            self._lost += snapshot.before_update()
 
         return before_update
 
@@ -224,8 +221,7 @@ class MemorySaver:
         if self._axis.rank == self._ranks.start:
             own = {ATTEMPT: self.attempt} if self.attempt else {}
             environment = {**self._run_metadata.environment, **metadata.environment, **own}
-            fields = {each.name: getattr(metadata, each.name) for each in dataclasses.fields(metadata)}
-            text = json.dumps({**fields, "environment": environment})
+            text = json.dumps(asdict(replace(metadata, environment=environment)))
             draft.write(_METADATA, memoryview(text.encode()))
         write_record(draft, self._axis.rank, record)
 

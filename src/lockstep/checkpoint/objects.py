@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 
 from lockstep.checkpoint.storage import MANIFEST, MOVED_ASIDE, OWNER, Owner, Storage, owner_bytes, read_owner
-from lockstep.stores.blobs import BlobStore
+from lockstep.stores.blobs import BlobStore, read_whole
 
 _PUBLISHED, _MARKER = "step-", ".mark-"
 _AHEAD_BYTES = 2**22
@@ -123,9 +123,7 @@ class ObjectDraft:
         self._store.write(f"{self._name}/{file}", *pieces)
 
     def read(self, file: str) -> bytes:
-        data = bytearray(self._store.size(f"{self._name}/{file}"))
-        self._store.read(f"{self._name}/{file}", 0, memoryview(data))
-        return bytes(data)
+        return read_whole(self._store, f"{self._name}/{file}")
 
     def remove(self, file: str) -> None:
         self._store.delete([f"{self._name}/{file}"])

@@ -7,6 +7,7 @@ Of a part only the needed rows are read, and the rest of their blocks, since a h
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -95,6 +96,15 @@ class Reader:
                     for _ in each(opened.read_item, *zip(*jobs, strict=True)):
                         pass
 
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return whole tensors, on the CPU. Raises CorruptCheckpoint."""
+        import torch
+
+        infos = {name: self._manifest.tensors[name].info for name in names}
+        whole = {name: torch.empty(info.shape, dtype=getattr(torch, info.dtype)) for name, info in infos.items()}
+        self.read(ReadItem(name, info.whole, whole[name]) for name, info in infos.items())
+        return whole
+
     def verify(self) -> None:
         """Read and verify every byte of every file, in constant memory. Raises CorruptCheckpoint."""
         scratch = memoryview(bytearray(hashing.BLOCK_BYTES))
@@ -171,13 +181,27 @@ class _OpenFile:
             self._file.read(at, data)
 
 
-def is_intact(storage: ReadableStorage, name: str) -> bool:
-    """Return whether every byte of a checkpoint is what was written."""
+@dataclass(frozen=True, slots=True)
+class VerificationResult:
+    """The result of reading every byte of a checkpoint or file; `fault` is None if all are what was written."""
+
+    name: str
+    size: int
+    seconds: float
+    fault: str | None
+
+
+def verify(storage: ReadableStorage, name: str) -> VerificationResult:
+    """Read and hash a checkpoint up to the first fault."""
+    began, size = time.perf_counter(), 0
+    fault: str | None = None
     try:
-        Reader(storage, name, read_manifest(storage, name)).verify()
-    except CorruptCheckpoint:
-        return False
-    return True
+        manifest = read_manifest(storage, name)
+        size = manifest.size
+        Reader(storage, name, manifest).verify()
+    except CorruptCheckpoint as error:
+        fault = str(error)
+    return VerificationResult(name, size, time.perf_counter() - began, fault)
 
 
 @contextmanager

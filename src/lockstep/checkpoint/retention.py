@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
-from lockstep.checkpoint.reading import is_intact, read_manifest
+from lockstep.checkpoint.reading import read_manifest, verify
 from lockstep.checkpoint.storage import Storage, names_by_step
 from lockstep.config.schema import Checkpoint
 from lockstep.core.directions import best_of, is_better
@@ -69,7 +69,7 @@ class Retention:
             keep_one = self._section.model_copy(update={"keep_last": 1})
             for step in steps_to_delete(entries, keep_one, self._epoch_samples):
                 newer = [later for later in sorted(names, reverse=True) if later > step]
-                if step not in names or not any(is_intact(self._storage, names[later]) for later in newer):
+                if step not in names or all(verify(self._storage, names[later]).fault for later in newer):
                     continue
                 self._storage.delete(names[step])
                 del entries[step]

@@ -27,7 +27,7 @@ from lockstep.checkpoint.hashing import BlockHasher
 from lockstep.checkpoint.manifest import FileEntry, GridEntry, Manifest, TensorEntry, amended, shard_file
 from lockstep.checkpoint.reading import checked_manifest, manifest_bytes
 from lockstep.checkpoint.snapshot import Snapshot
-from lockstep.checkpoint.storage import Draft, Storage, checkpoint_name, names_by_step
+from lockstep.checkpoint.storage import Draft, Storage, checkpoint_name, newest_step
 from lockstep.checkpoint.write_plan import SavePlanner, WritePlan
 from lockstep.core.deferred_signals import DEFERRAL
 from lockstep.core.errors import RunFailed
@@ -88,6 +88,10 @@ class Saver:
         published: Called on rank 0, in the background, with the manifest of each checkpoint once it exists.
         make_room: Called there when the disk is full; returns whether it deleted something.
         flush_history: Called there before a checkpoint exists, which relies on what the run has logged so far.
+
+    Attributes:
+        reports: Of saves that have ended, for `outcomes`; empty on other ranks than 0.
+        settled, failures: Saves that this rank has finished, and those of them that failed: its share of the vote.
     """
 
     def __init__(
@@ -110,10 +114,10 @@ class Saver:
         self._planner = SavePlanner(axis)
         self._save: _Save | None = None
         self._started = 0
-        self._settled = 0
-        self._failures = 0
+        self.settled = 0
+        self.failures = 0
         self._known_failures = 0.0
-        self._reports: SimpleQueue[tuple[_Save, SaveReport]] = SimpleQueue()
+        self.reports: SimpleQueue[tuple[_Save, SaveReport]] = SimpleQueue()
 
     # --- on the main thread ---------------------------------------------------------------------------------------
 
@@ -136,16 +140,9 @@ class Saver:
         save.lost = time.perf_counter() - began
 
         def before_update() -> None:
-            waiting = time.perf_counter()
-            snapshot.before_update()
-            save.lost += time.perf_counter() - waiting
+            save.lost += snapshot.before_update()
 
         return before_update
-
-    @property
-    def status(self) -> tuple[int, int]:
-        """Number of saves that this rank has finished, and of those that failed: its share of the vote."""
-        return self._settled, self._failures
 
     @property
     def in_progress(self) -> tuple[int, bool] | None:
@@ -155,10 +152,10 @@ class Saver:
 
     def resumes_from(self) -> int | None:
         """Return the step of the newest checkpoint, or of the save in progress; None: there is none."""
-        return self.in_progress[0] if self.in_progress is not None else self._newest()
+        return self.in_progress[0] if self.in_progress is not None else newest_step(self._storage)
 
     def on_vote(self, settled: float, failures: float) -> None:
-        """Receive the sums of `status` over all ranks."""
+        """Receive the sums of `settled` and `failures` over all ranks."""
         if self._axis.size == 1 or self._save is None or self._save.agreed:
             return  # a single rank ends its saves in the background
         if settled == self._started * self._axis.size:
@@ -173,7 +170,7 @@ class Saver:
         save.join()
         if not save.agreed:
             self._axis.barrier()  # another rank's disk may be slower
-            self._agree(save, float(sum(cast("list[int]", self._axis.gather(self._failures)))))
+            self._agree(save, float(sum(cast("list[int]", self._axis.gather(self.failures)))))
         save.join()
         self._axis.barrier()  # the first rank publishes it, and deletes older ones
         save.lost += time.perf_counter() - waiting
@@ -214,8 +211,8 @@ class Saver:
     def outcomes(self) -> list[SaveReport]:
         """Return the reports of the saves that ended since the last call; empty on other ranks than 0."""
         reports = []
-        while not self._reports.empty():
-            save, report = self._reports.get()
+        while not self.reports.empty():
+            save, report = self.reports.get()
             reports.append(replace(report, lost=save.lost))  # training may have waited for its end
         return reports
 
@@ -242,8 +239,8 @@ class Saver:
                 write_record(save.draft, self._axis.rank, save.record)
         except Exception as error:
             save.failure = failure_reason(error)
-            self._failures += 1
-        self._settled += 1
+            self.failures += 1
+        self.settled += 1
         if self._axis.size == 1:
             save.agreed = True
             self._settle(save, failed=save.failure is not None)
@@ -262,10 +259,10 @@ class Saver:
                 save.draft.discard()
             else:  # other ranks may have begun a draft where this rank could not
                 self._storage.remove_stale_drafts()
-            made_room, newest = _is_disk_full(save.failure) and self._make_room(), self._newest()
+            made_room, newest = _is_disk_full(save.failure) and self._make_room(), newest_step(self._storage)
         size, seconds = published.size if published else 0, time.perf_counter() - save.began
         report = SaveReport(save.metadata.step, size, seconds, save.lost, save.failure, made_room, newest)
-        self._reports.put((save, report))
+        self.reports.put((save, report))
         if published is not None:
             self._published(published)
 
@@ -276,12 +273,6 @@ class Saver:
         manifest = checked_manifest(self._storage, name, new)
         self._storage.replace_manifest(name, new)
         return manifest
-
-    def _newest(self) -> int | None:
-        try:
-            return max(names_by_step(self._storage.names()), default=None)
-        except OSError:
-            return None
 
     def _publish(self, save: _Save) -> Manifest:
         draft, metadata = save.draft, save.metadata

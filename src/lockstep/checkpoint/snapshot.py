@@ -10,9 +10,10 @@ The next save reuses its memory: allocating it takes ten times as long as the co
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,13 +21,8 @@ from torch import Tensor
 from lockstep.checkpoint.file_layout import FileLayout, WriteItem
 from lockstep.distributed.shard_boxes import Box, flat_boxes, live_part, shard_view
 
-
-class Copy(NamedTuple):
-    """A copy to the image: of the part `where` of a tensor; None: of all of it."""
-
-    target: Tensor
-    source: Tensor
-    where: tuple[slice, ...] | None
+Part = tuple[slice, ...] | None
+"""A part of a tensor; None: all of it."""
 
 
 class FileImage:
@@ -48,7 +44,7 @@ class FileImage:
         self._new_chunk = new_chunk
         self._chunks: list[Tensor] = []
         self._views: list[memoryview] = []
-        self._places: list[list[tuple[Tensor, tuple[slice, ...] | None]]] | None = None  # by index in the layout
+        self._places: list[list[tuple[Tensor, Part]]] | None = None  # by index in the layout
 
     @property
     def is_allocated(self) -> bool:
@@ -65,12 +61,10 @@ class FileImage:
         self.write(0, self._layout.header)
         self._places = [list(self._parts_of(*span)) for span in self._layout.spans()]
 
-    def copies(self, sources: Mapping[int, Tensor]) -> Iterator[Copy]:
-        """Yield the copies that fill the image, of tensors by their index in the layout."""
+    def fill(self, sources: Mapping[int, Tensor]) -> None:
+        """Copy tensors, by their index in the layout, without waiting for an accelerator."""
         assert self._places is not None, "an image is allocated before it is filled"
-        for index, source in sources.items():
-            for target, where in self._places[index]:
-                yield Copy(target, source, where)
+        copy((target, source, where) for index, source in sources.items() for target, where in self._places[index])
 
     def pieces(self, start: int = 0, end: int | None = None) -> list[memoryview]:
         """Return the bytes of the file from `start` up to `end`."""
@@ -89,7 +83,7 @@ class FileImage:
         for index in range(start // size, -(-end // size)):
             yield index, max(start - index * size, 0), min(end - index * size, size)
 
-    def _parts_of(self, item: WriteItem, start: int, end: int) -> Iterator[tuple[Tensor, tuple[slice, ...] | None]]:
+    def _parts_of(self, item: WriteItem, start: int, end: int) -> Iterator[tuple[Tensor, Part]]:
         sizes, dtype = item.box.sizes, getattr(torch, item.info.dtype)
         whole, element = Box((0,) * len(sizes), sizes), 0
         for chunk, low, high in self._within_chunks(start, end):
@@ -101,6 +95,17 @@ class FileImage:
                 part, memory = memory[: box.elements], memory[box.elements :]
                 element += box.elements
                 yield part.view(box.sizes), box.within(whole)
+
+
+@torch.no_grad()
+def copy(copies: Iterable[tuple[Tensor, Tensor, Part]]) -> None:
+    """Copy parts of sources to targets, without waiting for an accelerator."""
+    targets, sources = [], []
+    for target, source, where in copies:
+        targets.append(target)
+        sources.append(source if where is None else source[where])
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 CHUNK_BYTES = 2**26  # of page-locked memory
@@ -134,7 +139,7 @@ class Snapshot:
         """Begin the copy, on the main thread, between two updates. `changing`: names of what a forward may change."""
         now, later = _sources(self.layout, tensors, changing)
         if self._is_on_host:
-            copy(self.image.copies(now))
+            self.image.fill(now)
             self._remaining = later
         else:
             self._begin_on_stream(now, later)
@@ -146,10 +151,10 @@ class Snapshot:
         self._stream.wait_stream(current)
         with self._module.stream(self._stream):
             if self.image.is_allocated:
-                copy(self.image.copies(now))
+                self.image.fill(now)
                 current.wait_event(self._stream.record_event())
                 self._remaining = {index: source for index, source in later.items() if source.device.type == "cpu"}
-                copy(self.image.copies({index: later[index] for index in later.keys() - self._remaining.keys()}))
+                self.image.fill({index: later[index] for index in later.keys() - self._remaining.keys()})
             else:
                 self._remaining = {**{index: source.clone() for index, source in now.items()}, **later}
                 current.wait_event(self._stream.record_event())
@@ -160,10 +165,10 @@ class Snapshot:
         try:
             self.image.allocate()  # also of a rank that has no tensor to write
             if self._is_on_host:
-                copy(self.image.copies(self._remaining))
+                self.image.fill(self._remaining)
             elif self._remaining:
                 with self._module.stream(self._stream):
-                    copy(self.image.copies(self._remaining))
+                    self.image.fill(self._remaining)
                     self._copied = self._stream.record_event()
         finally:
             self._remaining = {}
@@ -171,11 +176,13 @@ class Snapshot:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def before_update(self) -> None:
-        """Wait, on the main thread, until an update may change the tensors that `begin` received."""
+    def before_update(self) -> float:
+        """Wait, on the main thread, until an update may change the tensors that `begin` received; return seconds."""
+        began = time.perf_counter()
         self._done.wait()
         if self._copied is not None:
             self._module.current_stream(self._device).wait_event(self._copied)
+        return time.perf_counter() - began
 
 
 def page_locked(size: int) -> Tensor:
@@ -195,20 +202,6 @@ def _sources(
     for index, item in enumerate(layout.items):
         tensor = tensors[item.name]
         source = live_part(tensor)
-        whole = source if source.shape == item.box.sizes else shard_view(tensor, item.box)
-        if item.name in changing:
-            now[index] = whole
-        else:
-            later[index] = whole
+        of_time = now if item.name in changing else later
+        of_time[index] = source if source.shape == item.box.sizes else shard_view(tensor, item.box)
     return now, later
-
-
-@torch.no_grad()
-def copy(copies: Iterable[Copy]) -> None:
-    """Copy to an image, without waiting for an accelerator."""
-    targets, sources = [], []
-    for target, source, where in copies:
-        targets.append(target)
-        sources.append(source if where is None else source[where])
-    if targets:
-        torch._foreach_copy_(targets, sources, non_blocking=True)

@@ -170,3 +170,11 @@ def names_by_step(names: Iterable[str]) -> Mapping[int, str]:
         if digits.isdecimal() and digits == f"{int(digits):08d}":
             steps[int(digits)] = name
     return dict(sorted(steps.items()))
+
+
+def newest_step(storage: ReadableStorage) -> int | None:
+    """Return the step of the newest checkpoint; None if there is none, or if the storage can't be read."""
+    try:
+        return max(names_by_step(storage.names()), default=None)
+    except OSError:
+        return None

@@ -29,8 +29,8 @@ from lockstep.core.json_output import emit
 from lockstep.core.terminal import echo, plain_line
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.inspection import VerificationResult
     from lockstep.checkpoint.manifest import Manifest
+    from lockstep.checkpoint.reading import VerificationResult
     from lockstep.config.every import Every
     from lockstep.config.override import Override
     from lockstep.config.schema import Checkpoint
@@ -76,7 +76,8 @@ def _verify(arguments: Sequence[str]) -> int:
     which.add_argument("--all", action="store_true", help="every checkpoint")
     args = parser.parse_args(arguments)
 
-    from lockstep.checkpoint.inspection import verify, verify_all, verify_weights
+    from lockstep.checkpoint.inspection import verify_all, verify_weights
+    from lockstep.checkpoint.reading import verify
     from lockstep.cli import ckpt_text
     from lockstep.training.locations import choose, find
     from lockstep.training.weights import MODEL

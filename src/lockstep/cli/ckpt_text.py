@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from lockstep.checkpoint.inspection import ListedCheckpoint, PruneResult, VerificationResult, age
+from lockstep.checkpoint.inspection import ListedCheckpoint, PruneResult, age
 from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.reading import VerificationResult
 from lockstep.config.wording import yaml_like
 from lockstep.core import formatting
 from lockstep.core.formatting import counted

@@ -27,6 +27,7 @@ from lockstep.config.schema import Config
 from lockstep.config.shape import ValueShape
 from lockstep.config.validation_errors import problems
 from lockstep.core.errors import ConfigError, Problem, refuse
+from lockstep.core.formatting import flat
 from lockstep.strategies.record import resolved
 from lockstep.strategies.registry import strategies
 
@@ -200,15 +201,7 @@ def _fit_text(leaf: Leaf, at: ValueShape) -> object:
 
 def values(config: Config) -> dict[str, object]:
     """Return every value by dotted key, in the order of the schema; also empty mappings."""
-    return dict(_flat(config.model_dump(), ""))
-
-
-def _flat(value: object, key: str) -> Iterator[tuple[str, object]]:
-    if not isinstance(value, dict) or not value:
-        yield key, value
-        return
-    for name, item in value.items():
-        yield from _flat(item, f"{key}.{name}" if key else name)
+    return dict(flat(config.model_dump()))
 
 
 def _written(node: Node, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Node]]:

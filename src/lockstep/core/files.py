@@ -1,4 +1,4 @@
-"""Reads and writes small files, and appends to files."""
+"""Reads and writes small files, appends to files, and replaces files and folders whole."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from io import BufferedReader
@@ -122,6 +123,65 @@ def exchanged(first: Path, second: Path) -> bool:
     if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):  # the kernel or the file system can't
         return False
     raise OSError(number, os.strerror(number), str(first), None, str(second))
+
+
+@contextlib.contextmanager
+def replacing_file(target: Path) -> Iterator[Path]:
+    """Yield the path to write to; then replace the target."""
+    partial = temporary(target, "new")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()
+        mode = partial.stat().st_mode
+        yield partial
+        partial.chmod(mode)  # a writer may make it readable by its owner alone
+        flush(partial)
+        partial.replace(target)
+        flush(target.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replacing_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder to write to; then replace the target."""
+    partial = temporary(target, "new")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        mode = partial.stat().st_mode & 0o666
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            if path.is_file():
+                path.chmod(mode)
+            flush(path)
+        replace_folder(target, partial)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def replace_folder(target: Path, new: Path) -> None:
+    """Replace a folder, which may not exist, by a new one. Raises OSError.
+
+    At any time the target is the old one or the new one, except for a moment on file systems that can't exchange names.
+    """
+    if not target.exists():
+        new.rename(target)
+    elif not exchanged(target, new):
+        old = temporary(target, "old")
+        target.rename(old)
+        try:
+            new.rename(target)
+        except OSError:
+            old.rename(target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    flush(target.parent)
+
+
+def temporary(target: Path, suffix: str) -> Path:
+    """Return another name for a file or folder, in the same folder, until it is complete."""
+    return target.with_name(f".{target.name}.{os.getpid()}.{suffix}")
 
 
 def append_to(path: Path) -> int:

@@ -1,10 +1,11 @@
-"""Formats numbers, byte counts and durations for people."""
+"""Formats numbers, byte counts, durations and nested values for people."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 _SENTENCE_END = re.compile(r"(?<!\.)\.(?=\s+[A-Z]|\s*$)")
 _MAGNITUDES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -32,6 +33,22 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[s
         for row in rows
     )
     return ["  ".join(cells).rstrip() for cells in padded]
+
+
+def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings by their dotted keys; also empty mappings."""
+    if not isinstance(value, Mapping) or not value:
+        yield key, value
+        return
+    for name, part in value.items():
+        yield from flat(part, f"{key}.{name}" if key else str(name))
+
+
+def differing(then: Any, now: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the values that differ between nested mappings, by dotted key; None where there is none."""
+    before, after = ({key: part for key, part in flat(value) if part != {}} for value in (then, now))
+    pairs = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
+    return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
 
 
 def first_sentence(text: str) -> str:

@@ -149,9 +149,8 @@ class TensorSource:
     def fetch(self, indices: Indices) -> Batch:
         samples = len(indices)
         rows = [tensor.index_select(0, torch.from_numpy(indices)) for tensor in self._tensors]
-        if len(rows) == 1:
-            return Batch((rows[0],), None, samples, samples)
-        return Batch(tuple(rows[:-1]), rows[-1], samples, samples)
+        *inputs, targets = rows if len(rows) > 1 else (*rows, None)
+        return Batch(tuple(inputs), targets, samples, samples)
 
 
 class ItemSource:

@@ -102,22 +102,18 @@ def fetch(source: Source, request: FetchRequest) -> Batch:
     beat = heartbeat.own()
     beat.begin_read(request.indices, request.evaluates)
     try:
-        batch = _read(source, request)
+        try:
+            batch = _fetch(source, request)
+        except Failure:
+            raise
+        except Exception as error:
+            read = lambda indices: _fetch(source, request._replace(indices=indices))  # noqa: E731
+            batch = read_again(read, request.indices, error)
     except Exception:  # after any other the process may end; its launcher looks what it was reading
         beat.end_read()
         raise
     beat.end_read()
     return replace(batch, samples=0, tokens=0, left_out=()) if request.is_padding else batch
-
-
-def _read(source: Source, request: FetchRequest) -> Batch:
-    try:
-        return _fetch(source, request)
-    except Failure:
-        raise
-    except Exception as error:
-        read = lambda indices: _fetch(source, request._replace(indices=indices))  # noqa: E731
-        return read_again(read, request.indices, error)
 
 
 def _fetch(source: Source, request: FetchRequest) -> Batch:
@@ -262,7 +258,7 @@ def _handling_deaths(kills_before: Kills, answers: Any) -> Iterator[None]:
     """
     handler = signal.getsignal(signal.SIGCHLD)
     if callable(handler) and not isinstance(handler, DeferredHandler) and _in_main_thread():
-        signal.signal(signal.SIGCHLD, DeferredHandler(_ChildHandler(handler)))
+        signal.signal(signal.SIGCHLD, DeferredHandler(partial(_on_death, handler)))
     _running.append(kills_before)
     try:
         yield
@@ -295,14 +291,10 @@ def _end_at_once(answers: Any) -> None:
         answers._pin_memory_thread_done_event.set()
 
 
-class _ChildHandler:
-    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
-        self._handler = handler
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        try:
-            self._handler(number, frame)
-        except RuntimeError as error:
-            if not _running:  # a user's own workers
-                raise
-            raise _death(error, _running[0]) from error
+def _on_death(handler: Callable[[int, FrameType | None], Any], number: int, frame: FrameType | None) -> None:
+    try:
+        handler(number, frame)
+    except RuntimeError as error:
+        if not _running:  # a user's own workers
+            raise
+        raise _death(error, _running[0]) from error

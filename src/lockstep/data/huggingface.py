@@ -30,7 +30,7 @@ from lockstep.config.schema import Config, HuggingFaceData, Tokens
 from lockstep.core.cache_files import cache_folder
 from lockstep.core.errors import ConfigError, UnusableSamples
 from lockstep.core.protocols import Source
-from lockstep.core.records import Batch, DataFacts
+from lockstep.core.records import LANGUAGE_MODEL, Batch, DataFacts
 from lockstep.data import noise, windows
 from lockstep.data.bad_samples import read_or_explain
 from lockstep.data.columns import check_columns, check_first_texts
@@ -46,7 +46,6 @@ from lockstep.data.hub import (
 )
 from lockstep.data.order import Indices
 from lockstep.data.prepare import plain_tokenizer, texts_of, write_splits
-from lockstep.data.sources import LANGUAGE_MODEL
 from lockstep.data.tokens import cached_folder, open_tokens
 
 FORMAT = 3

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.config.data_sections import Data
 from lockstep.config.schema import Loader
 from lockstep.core.errors import ConfigError
 from lockstep.core.keys import key
@@ -55,6 +56,7 @@ class TrainingLoader:
     """The endless stream of updates of one rank of the data axis. Raises ConfigError if there are no samples.
 
     Args:
+        section: How it is shuffled and loaded.
         count: Returns the number of valid targets of a micro-batch on the CPU.
 
     Attributes:
@@ -67,25 +69,22 @@ class TrainingLoader:
         batch: BatchPlan,
         rank: int,
         seed: int,
-        *,
-        shuffle: bool,
-        drop_last: bool,
-        options: Loader,
+        section: Data,
         device: torch.device,
         count: Callable[[Batch], float],
     ) -> None:
         samples = source.facts.samples
-        self.epoch_samples = _epoch_samples(samples, batch.global_size, drop_last)
+        self.epoch_samples = _epoch_samples(samples, batch.global_size, section.drop_last)
         self._source = source
         self._skipping = skipping_part(source)
         self._batch = batch
         self._rank = rank
         self._seed = seed
-        self._order = SampleOrder(samples, seed, shuffle=shuffle)
-        self._options = options
+        self._order = SampleOrder(samples, seed, shuffle=section.shuffle)
+        self._options = section.loader
         self._device = device
         self._count = count
-        self._workers = _workers(options, device, key(seed, "workers", rank))
+        self._workers = _workers(section.loader, device, key(seed, "workers", rank))
         self._running: Generator[GlobalBatch, None, None] | None = None
 
     def updates(self, progress: Progress) -> Iterator[GlobalBatch]:

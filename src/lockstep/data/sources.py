@@ -6,25 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from lockstep.config.data_sections import BadSamples
-from lockstep.config.schema import (
-    CustomData,
-    DataSource,
-    Digits,
-    HuggingFaceData,
-    StdlibFunctions,
-    StdlibText,
-    Tokens,
-)
+from lockstep.config.schema import CustomData, DataSource, Digits, HuggingFaceData, StdlibFunctions, StdlibText, Tokens
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import Source
-from lockstep.core.records import Batch
+from lockstep.core.records import LANGUAGE_MODEL, Batch
 from lockstep.data.bad_samples import CONFIGURED, SkippingSource
 from lockstep.data.custom import TRAINING, ItemReading, ItemSource, open_custom
 from lockstep.data.order import Indices
 from lockstep.data.weighted import WeightedDataset
 
-LANGUAGE_MODEL = "language-model"
-"""The task of Lockstep's language models."""
 _MOST_LEFT_OUT = 10_000  # each is listed in every checkpoint
 _TASKS = {
     "stdlib-text": ("causal-lm",),
@@ -99,11 +89,7 @@ class PreparedSource:
 
 
 def skipping(
-    source: Source,
-    bad_samples: BadSamples,
-    ranges: Sequence[tuple[int, int]] = (),
-    *,
-    later: bool = False,
+    source: Source, bad_samples: BadSamples, ranges: Sequence[tuple[int, int]] = (), *, later: bool = False
 ) -> Source:
     """Return a source that leaves out bad samples, those of `data.leave_out` (`ranges`), and others `later`.
 

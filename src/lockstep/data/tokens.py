@@ -37,7 +37,7 @@ from lockstep.core.records import Batch, DataFacts
 from lockstep.data import windows
 from lockstep.data.order import Indices
 from lockstep.stores.addresses import is_address
-from lockstep.stores.blobs import BlobStore
+from lockstep.stores.blobs import BlobStore, read_whole
 from lockstep.stores.buckets import open_store
 
 Integers = NDArray[np.int64]
@@ -188,7 +188,7 @@ def read_header(folder: str, split: str) -> tuple[Header, bytes]:
             splits = sorted(other.removesuffix(".tokens") for other in names if other.endswith(".tokens"))
             there = f"it has {', '.join(splits)}" if splits else _PREPARE
             raise ConfigError(f"{folder} has no split {split}; {there}")
-        data = read_bounded(path / name, MAX_JSON_BYTES) if store is None else _read_object(store, name)
+        data = read_bounded(path / name, MAX_JSON_BYTES) if store is None else read_whole(store, name, MAX_JSON_BYTES)
         values = json.loads(data)
         header = Header(**{field.name: values[field.name] for field in fields(Header)})
     except OSError as error:
@@ -198,12 +198,6 @@ def read_header(folder: str, split: str) -> tuple[Header, bytes]:
     if header.format != FORMAT:
         raise ConfigError(f"{folder}/{name} has format {header.format}, not {FORMAT}; {_PREPARE} again")
     return header, data
-
-
-def _read_object(store: BlobStore, name: str) -> bytes:
-    data = bytearray(min(store.size(name), MAX_JSON_BYTES))
-    store.read(name, 0, memoryview(data))
-    return bytes(data)
 
 
 class WholeDocuments:

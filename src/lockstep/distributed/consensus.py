@@ -183,8 +183,11 @@ def requests_in(slots: Sequence[float]) -> frozenset[Request]:
 
 
 def gradients_agree(slots: Sequence[float], ranks: int) -> bool:
-    """Return whether the update before had the same gradient norm on all ranks."""
-    return agree(slots[NORM_BEFORE:FIRST_TALLY], ranks)
+    """Return whether the update before had the same gradient norm on all ranks, given the sums over them."""
+    high, low, high_moved, low_moved, *squares = map(int, slots[NORM_BEFORE:FIRST_TALLY])
+    if ranks * squares[0] == high * high and ranks * squares[1] == low * low:
+        return True
+    return ranks * squares[2] == high_moved * high_moved and ranks * squares[3] == low_moved * low_moved
 
 
 def slots_of(number: float) -> tuple[float, ...]:
@@ -207,11 +210,3 @@ def slots_on_device(number: Tensor) -> Tensor:
     high = (cells / _PART).floor()
     parts = torch.stack([high, cells - high * _PART], dim=1).view(-1)
     return torch.cat([parts, parts * parts])
-
-
-def agree(sums: Sequence[float], ranks: int) -> bool:
-    """Return whether all ranks had the same number, given the sums over ranks of their slots."""
-    high, low, high_moved, low_moved, *squares = map(int, sums)
-    if ranks * squares[0] == high * high and ranks * squares[1] == low * low:
-        return True
-    return ranks * squares[2] == high_moved * high_moved and ranks * squares[3] == low_moved * low_moved

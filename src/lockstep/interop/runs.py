@@ -27,7 +27,7 @@ from lockstep.interop.peer_optimizer import ENTRIES, PeerCheckpoint, PeerOptimiz
 from lockstep.interop.peers import read_peer
 from lockstep.models.weight_matching import WeightMatch, match_weights
 from lockstep.monitor.environment import describe
-from lockstep.monitor.folder import RunFolder, is_run
+from lockstep.monitor.folder import CONFIG, ENVIRONMENT, RunFolder, is_run
 from lockstep.optim.groups import parameter_groups
 from lockstep.plan.schedule import fraction_done, is_finished
 from lockstep.training.checkpoints import Checkpoints
@@ -203,8 +203,8 @@ def _save(session: Session, folder: Path, config: Config, recipe: str) -> None:
         for report in checkpoints.finish():
             if report.failure is not None:
                 raise RunFailed(f"{folder}: the checkpoint could not be written: {report.failure}")
-        run_folder.write_config(recorded(config, checkpoints.run))
-        run_folder.write_environment({**environment, "run": checkpoints.run})
+        run_folder.write(CONFIG, recorded(config, checkpoints.run))
+        run_folder.write(ENVIRONMENT, {**environment, "run": checkpoints.run})
     finally:
         run_folder.release()
         run_folder.remove_unstarted()

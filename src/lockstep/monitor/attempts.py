@@ -13,28 +13,15 @@ from typing import Any
 
 from lockstep.core.files import MAX_JSON_BYTES, read_bounded
 from lockstep.core.records import RunInfo
-from lockstep.monitor.events import EVENTS
+from lockstep.monitor.events import EVENTS, RUN_FACTS
 from lockstep.monitor.folder import ATTEMPTS, LOCK, METRICS, held_by, holder_is_gone
 from lockstep.monitor.jsonl import as_number, last_record, line, parsed, read_object
+from lockstep.monitor.meters import utilization
 from lockstep.monitor.rank_meters import LIVE, RANKS
 
 ENDS = "ends.jsonl"
 """The file beside the logs that says how and when each launch ended."""
-_FACTS = (
-    "strategy",
-    "ranks",
-    "backend",
-    "device",
-    "precision",
-    "steps",
-    "global_size",
-    "micro_size",
-    "accumulation",
-    "parameters",
-    "trainable",
-    "flops_per_token",
-    "peak_flops",
-)
+_FACTS = (*RUN_FACTS, "steps", "micro_size", "accumulation")
 _OWN = ("attempt", "launched", "began", "ended_before", "step", "seconds", "hosts", "planned")
 _FRESH_S = 30.0
 
@@ -83,9 +70,7 @@ class Attempt:
     def utilization(self, tokens_per_second: float) -> float | None:
         """Return the share of the peak of all ranks' devices that the model's operations use (MFU); None if unknown."""
         flops, peak, ranks = (self.number(name) for name in ("flops_per_token", "peak_flops", "ranks"))
-        if flops is None or peak is None or ranks is None or not math.isfinite(tokens_per_second):
-            return None
-        return tokens_per_second * flops / (peak * ranks)
+        return utilization(flops, peak, ranks, tokens_per_second)
 
     def record(self, attempt: int) -> dict[str, Any]:
         return {

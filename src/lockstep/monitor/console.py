@@ -11,12 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TextIO
 
 from lockstep.core import formatting
-from lockstep.core.errors import (
-    Failure,
-    RolledBack,
-    Stopped,
-    blames_a_peer,
-)
+from lockstep.core.errors import Failure, RolledBack, Stopped, blames_a_peer
 from lockstep.core.failure_kinds import Retry
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.records import EvaluationReport, Request, RunInfo, SaveReport, StepReport, Verdict
@@ -25,7 +20,7 @@ from lockstep.monitor.live import LiveDisplay, Status
 from lockstep.monitor.meters import Rates, Throughput, model_flops_utilization
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, ReportWriter
-from lockstep.monitor.nvidia import GpuHealth
+from lockstep.monitor.nvidia import gpu_facts, gpu_line
 from lockstep.monitor.rank_meters import MeterReport
 from lockstep.plan.batch import BatchPlan
 
@@ -224,6 +219,22 @@ def _end_of(error: BaseException | None) -> str:
     is_final = isinstance(error, Failure) and error.kind.retry is Retry.NEVER
     starts_again = isinstance(error, RolledBack) or (started_by_lockstep(os.environ) and not is_final)
     return _INTERRUPTED if starts_again or blames_a_peer(error) else "failed after"
+
+
+class GpuHealth:
+    """Says what is wrong with GPUs, once for each rank."""
+
+    def __init__(self) -> None:
+        self._said: set[tuple[int, str]] = set()
+
+    def lines(self, report: MeterReport) -> list[str]:
+        ranks: dict[str, dict[int, str]] = {}
+        for notice in (interval.notice for interval in report.ranks):
+            for text in gpu_facts(notice.gauges):
+                if (notice.rank, text) not in self._said:
+                    self._said.add((notice.rank, text))
+                    ranks.setdefault(text, {})[notice.rank] = notice.host
+        return [gpu_line(who, text) for text, who in ranks.items()]
 
 
 def time_shares(split: Mapping[str, float]) -> str:

@@ -43,10 +43,11 @@ from lockstep.monitor.monitors import EpochReport, ReportWriter
 
 EVENTS = "events.jsonl"
 _STEP = ("step", "samples", "tokens", "epoch", "loss", "count", "grad_norm", "lr", "kept")
-_SUMMARY = (
+RUN_FACTS = (
     *("strategy", "ranks", "backend", "device", "precision", "global_size"),
     *("parameters", "trainable", "flops_per_token", "peak_flops"),
 )
+"""The facts about a run that its summary has."""
 _MANY = 20  # in a row: more than a new loss scale of fp16 needs
 
 
@@ -151,11 +152,7 @@ class EventLog(ReportWriter):
 
 
 def summarize(
-    facts: RunInfo,
-    progress: Progress,
-    last: StepReport | None,
-    evaluations: Iterable[EvaluationReport],
-    seconds: float,
+    facts: RunInfo, progress: Progress, last: StepReport | None, evaluations: Iterable[EvaluationReport], seconds: float
 ) -> dict[str, Any]:
     """Return the content of summary.json; `seconds` is the wall clock over all attempts, with evaluations."""
     summary: dict[str, Any] = finite(
@@ -169,7 +166,7 @@ def summarize(
             "evaluation": metrics_by_set(evaluations),
             "loss": last.loss if last else None,
             "discarded": last.discarded if last else 0,
-            **{name: getattr(facts, name) for name in _SUMMARY},
+            **{name: getattr(facts, name) for name in RUN_FACTS},
         }
     )
     return summary

@@ -131,47 +131,25 @@ class RunFolder:
                 archive.mkdir(parents=True)
                 for entry in left:
                     entry.rename(archive / entry.name)
-            self.tensorboard.mkdir(exist_ok=True)
+            (self.path / TENSORBOARD).mkdir(exist_ok=True)
 
     def rewind(self, step: int, *, repeats_evaluations: bool = False) -> None:
         """Rewind the history to `step`, as `history.rewind` does; later lines move to earlier/N. Raises RunFailed."""
         with _run_failed_on_error("rewind the history in", self.path):
             history.rewind(self.path, step, _next_archive(self.path), repeats_evaluations=repeats_evaluations)
 
-    @property
-    def config(self) -> Path:
-        return self.path / CONFIG
+    def write(self, name: str, content: str | Mapping[str, Any]) -> None:
+        """Write a file: text such as CONFIG (YAML that can be trained from again), or JSON such as ENVIRONMENT.
 
-    @property
-    def metrics(self) -> Path:
-        return self.path / METRICS
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / TENSORBOARD
-
-    @property
-    def logs(self) -> Path:
-        return self.path / LOGS
-
-    def write_config(self, text: str) -> None:
-        """Write the resolved config, as YAML that can be trained from again. Raises RunFailed."""
-        self._write(CONFIG, text)
-
-    def write_environment(self, environment: Mapping[str, Any]) -> None:
-        """Write the name of the run and what `environment.describe` returns. Raises RunFailed."""
-        self._write(ENVIRONMENT, environment)
-
-    def write_attempts(self, text: str) -> None:
-        self._write(ATTEMPTS, text)
-
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json, which marks the run as finished. Raises RunFailed."""
-        self._write(SUMMARY, summary)
+        SUMMARY marks the run as finished. Raises RunFailed.
+        """
+        text = content if isinstance(content, str) else json.dumps(content, indent=2, allow_nan=False) + "\n"
+        with _run_failed_on_error("write", self.path / name):
+            write_if_changed(self.path / name, text)
 
     def remove_unstarted(self) -> None:
         """Remove the folder of a run that was refused before it started."""
-        if not self.config.exists():
+        if not (self.path / CONFIG).exists():
             shutil.rmtree(self.path, ignore_errors=True)
 
     def taken(self) -> str:
@@ -184,11 +162,6 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    def _write(self, name: str, content: str | Mapping[str, Any]) -> None:
-        text = content if isinstance(content, str) else json.dumps(content, indent=2, allow_nan=False) + "\n"
-        with _run_failed_on_error("write", self.path / name):
-            write_if_changed(self.path / name, text)
 
 
 def is_run(path: str | os.PathLike[str]) -> bool:

@@ -21,13 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.files import opened_regular
-from lockstep.monitor.attempts import (
-    ENDS,
-    Attempt,
-    is_running,
-    last_sign,
-    read_attempts,
-)
+from lockstep.monitor.attempts import ENDS, Attempt, is_running, last_sign, read_attempts
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import CHECKPOINTS, LOGS, METRICS, held_by, is_finished
 from lockstep.monitor.jsonl import as_number, last_record, parsed, read_object

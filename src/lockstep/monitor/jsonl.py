@@ -51,7 +51,7 @@ def as_number(value: object, otherwise: float = math.nan) -> float:
     return float(value) if is_number and isinstance(value, int | float) else otherwise
 
 
-def parsed(text: bytes) -> dict[str, Any] | None:
+def parsed(text: bytes | str) -> dict[str, Any] | None:
     """Return a JSON object; None if the text is none."""
     try:
         record = json.loads(text)

@@ -80,9 +80,14 @@ def model_flops_utilization(facts: RunInfo, tokens_per_second: float) -> float |
 
     MFU as in Chowdhery et al. 2022 (PaLM, arXiv:2204.02311), appendix B: recomputation doesn't count.
     """
-    if not facts.peak_flops or not facts.flops_per_token or not math.isfinite(tokens_per_second):
+    return utilization(facts.flops_per_token, facts.peak_flops, facts.ranks, tokens_per_second)
+
+
+def utilization(flops: float | None, peak: float | None, ranks: float | None, tokens_per_second: float) -> float | None:
+    """Return the same, given operations a token and the peak of a device."""
+    if not flops or not peak or not ranks or not math.isfinite(tokens_per_second):
         return None
-    return tokens_per_second * facts.flops_per_token / (facts.peak_flops * facts.ranks)
+    return tokens_per_second * flops / (peak * ranks)
 
 
 def update_values(report: StepReport, rates: Rates, facts: RunInfo | None) -> dict[str, float]:

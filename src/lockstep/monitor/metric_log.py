@@ -94,19 +94,15 @@ class Logged:
 
 
 class MetricLog:
-    """The log of one rank. `drain` empties it; while user code logs nothing, it costs nothing."""
+    """The log of one rank: `entries`. `drain` empties it; while user code logs nothing, it costs nothing."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, str] = {}
-        self._entries: dict[str, Any] = {}  # of their kinds, on their devices
-
-    @property
-    def empty(self) -> bool:
-        return not self._entries
+        self.entries: dict[str, Any] = {}  # of their kinds, on their devices
 
     def scalar(self, name: str, value: object) -> None:
         self._claim(name, "scalar")
-        self._entries[name] = _number("scalar", name, value)
+        self.entries[name] = _number("scalar", name, value)
 
     def mean(self, name: str, total: object, weight: object) -> None:
         self._claim(name, "mean")
@@ -120,23 +116,23 @@ class MetricLog:
         self._claim(name, "text")
         if not isinstance(text, str):
             raise TypeError(f"log.text({name!r}): expected a str, got {type(text).__name__}; log.scalar takes numbers")
-        self._entries[name] = text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
+        self.entries[name] = text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
 
     def image(self, name: str, pixels: object) -> None:
         self._claim(name, "image")
-        self._entries[name] = pixels_of(name, pixels)
+        self.entries[name] = pixels_of(name, pixels)
 
     def table(self, name: str, columns: object, rows: object) -> None:
         self._claim(name, "table")
-        self._entries[name] = table_of(name, columns, rows)
+        self.entries[name] = table_of(name, columns, rows)
 
     def drain(self) -> LogEntries:
         """Return what was logged since the last drain. Waits for what is on a GPU."""
         of_kind: dict[str, dict[str, Any]] = {kind: {} for kind in ("scalar", "mean", "histogram", "text", "media")}
-        for name, value in self._entries.items():
+        for name, value in self.entries.items():
             kind = self._kinds[name]
             of_kind["media" if kind in ("image", "table") else kind][name] = self._read(kind, value)
-        self._entries = {}
+        self.entries = {}
         return LogEntries(*of_kind.values())
 
     def _read(self, kind: str, value: Any) -> Any:
@@ -155,22 +151,22 @@ class MetricLog:
         """Move the entries since the last drain to a log of their own, without reading them."""
         taken = MetricLog()
         taken._kinds = self._kinds
-        taken._entries, self._entries = self._entries, {}
+        taken.entries, self.entries = self.entries, {}
         return taken
 
     def put_back(self, earlier: MetricLog) -> None:
         """Put entries that were taken before those that have come since."""
-        since, self._entries = self._entries, {**earlier._entries}
+        since, self.entries = self.entries, {**earlier.entries}
         for name, value in since.items():
             self._add(name, value)
 
     def _add(self, name: str, value: Any) -> None:
-        before = self._entries.get(name)
+        before = self.entries.get(name)
         if before is not None and isinstance(value, tuple):
             value = _sum(before[0], value[0]), _sum(before[1], value[1])
         elif before is not None and isinstance(value, HistogramCounts):
             value = before.plus(value)
-        self._entries[name] = value
+        self.entries[name] = value
 
     def _claim(self, name: str, kind: str) -> None:
         before = self._kinds.get(name)

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +17,7 @@ from typing import Any
 
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
+from lockstep.core.formatting import flat
 from lockstep.core.media import LoggedImage, LoggedTable
 from lockstep.core.slow_imports import import_beside
 from lockstep.core.tracking import Bins, TrackedRun, Tracker
@@ -61,9 +62,11 @@ class MlflowTracker(Tracker):
         known = self._client.get_experiment_by_name(self._experiment)
         experiment = known.experiment_id if known is not None else self._client.create_experiment(self._experiment)
         self._run = self._client.create_run(experiment, run_name=run.name, tags={"lockstep.run": run.id}).info.run_id
+        named = ((name, value) for name, value in flat(run.config) if name)
+        parameters = {name: value if isinstance(value, str) else json.dumps(value) for name, value in named}
         values = [
             self._mlflow.entities.Param(_REFUSED.sub("_", name), text[:_LONGEST_PARAMETER])
-            for name, text in _flat("", run.config)
+            for name, text in parameters.items()
         ]
         for at in range(0, len(values), _BATCH):
             self._client.log_batch(self._run, params=values[at : at + _BATCH])
@@ -76,13 +79,11 @@ class MlflowTracker(Tracker):
         self._client.log_batch(self._run, metrics=[metric(name, value, now, step) for name, value in named.items()])
 
     def histograms(self, step: int, histograms: Mapping[str, Bins]) -> None:
-        for name, bins in histograms.items():
-            text = json.dumps({"step": step, "bins": bins})
-            self._client.log_text(self._run, text, f"histograms/{file_name(name)}/{step:08d}.json")
+        records = {name: {"step": step, "bins": bins} for name, bins in histograms.items()}
+        self._log(f"{step:08d}.json", "histograms", {name: json.dumps(record) for name, record in records.items()})
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
-        for name, text in texts.items():
-            self._client.log_text(self._run, text, f"texts/{file_name(name)}/{step:08d}.txt")
+        self._log(f"{step:08d}.txt", "texts", texts)
 
     def images(self, step: int, images: Mapping[str, LoggedImage]) -> None:
         with TemporaryDirectory() as folder:
@@ -92,9 +93,12 @@ class MlflowTracker(Tracker):
                 self._client.log_artifact(self._run, str(file), f"images/{file_name(name)}")
 
     def tables(self, step: int, tables: Mapping[str, LoggedTable]) -> None:
-        for name, table in tables.items():
-            text = json.dumps({"columns": table.columns, "data": table.rows})
-            self._client.log_text(self._run, text, f"tables/{file_name(name)}/{step:08d}.json")
+        records = {name: {"columns": table.columns, "data": table.rows} for name, table in tables.items()}
+        self._log(f"{step:08d}.json", "tables", {name: json.dumps(record) for name, record in records.items()})
+
+    def _log(self, file: str, kind: str, texts: Mapping[str, str]) -> None:
+        for name, text in texts.items():
+            self._client.log_text(self._run, text, f"{kind}/{file_name(name)}/{file}")
 
     def checkpoint(self, step: int, reference: str) -> None:
         self._client.set_tag(self._run, "lockstep.checkpoint", reference)
@@ -107,11 +111,3 @@ class MlflowTracker(Tracker):
         if self._run:
             status = "FINISHED" if failure is None else "KILLED" if failure == "stopped" else "FAILED"
             self._client.set_terminated(self._run, status)
-
-
-def _flat(path: str, value: object) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and value:
-        for name, part in value.items():
-            yield from _flat(f"{path}.{name}" if path else str(name), part)
-    elif path:
-        yield path, value if isinstance(value, str) else json.dumps(value)

@@ -20,8 +20,6 @@ from lockstep.core.formatting import listed
 if TYPE_CHECKING:
     import torch
 
-    from lockstep.monitor.rank_meters import MeterReport, RankNotice
-
 THROTTLE_REASONS = {
     0x04: ("power_cap", "its power limit"),
     0x08: ("hardware_slowdown", "a slowdown by the hardware (heat, power or an external signal)"),
@@ -216,30 +214,9 @@ def _value(nvml: Any, read: Callable[[], Any]) -> Any:
         return None
 
 
-class GpuHealth:
-    """Says what is wrong with GPUs, once for each rank."""
-
-    def __init__(self) -> None:
-        self._said: set[tuple[int, str]] = set()
-
-    def lines(self, report: MeterReport) -> list[str]:
-        ranks: dict[str, dict[int, str]] = {}
-        for notice in (interval.notice for interval in report.ranks):
-            for text in _facts(notice.gauges):
-                if (notice.rank, text) not in self._said:
-                    self._said.add((notice.rank, text))
-                    ranks.setdefault(text, {})[notice.rank] = notice.host
-        return [_line(who, text) for text, who in ranks.items()]
-
-
-def last_words(before: RankNotice, last: RankNotice) -> list[str]:
-    """Return the errors of a rank's GPU between two notices."""
-    known = [*_errors(before.gauges)]
-    return [_line({last.rank: last.host}, text) for text in _errors(last.gauges) if text not in known]
-
-
-def _facts(gauges: Mapping[str, float]) -> Iterator[str]:
-    yield from _errors(gauges)
+def gpu_facts(gauges: Mapping[str, float]) -> Iterator[str]:
+    """Yield what is wrong with a GPU, by its gauges."""
+    yield from gpu_errors(gauges)
     for name, reason in THROTTLE_REASONS.values():
         if gauges.get(f"gpu_throttled_{name}"):
             yield f"throttled by {reason}"
@@ -247,7 +224,8 @@ def _facts(gauges: Mapping[str, float]) -> Iterator[str]:
         yield f"uncorrected ECC errors of its memory since its driver started: {errors:.0f}; check it"
 
 
-def _errors(gauges: Mapping[str, float]) -> Iterator[str]:
+def gpu_errors(gauges: Mapping[str, float]) -> Iterator[str]:
+    """Yield its errors only."""
     if gauges.get("gpu_lost"):
         yield "no longer answers its driver; check it with nvidia-smi and restart its host"
     if xids := gauges.get("gpu_xid_errors"):
@@ -255,5 +233,6 @@ def _errors(gauges: Mapping[str, float]) -> Iterator[str]:
         yield f"Xid error {number} (https://docs.nvidia.com/deploy/xid-errors), number {xids:.0f} of this run"
 
 
-def _line(hosts: Mapping[int, str], text: str) -> str:
+def gpu_line(hosts: Mapping[int, str], text: str) -> str:
+    """Return a line about the GPUs of ranks, by their hosts."""
     return f"GPU of {named_ranks([*hosts])} on {listed([*dict.fromkeys(hosts.values())], _MOST_HOSTS)}: {text}"

@@ -32,15 +32,7 @@ from lockstep.core.records import Request
 from lockstep.core.terminal import command_line
 from lockstep.distributed.memory import end_memory_history, record_memory_history
 from lockstep.monitor.folder import lock_holder
-from lockstep.monitor.trace_requests import (
-    PROFILE,
-    TRACE_SUFFIX,
-    RequestWatch,
-    Span,
-    includes,
-    next_free,
-    spans_of,
-)
+from lockstep.monitor.trace_requests import PROFILE, TRACE_SUFFIX, RequestWatch, Span, includes, next_free, spans_of
 
 if TYPE_CHECKING:
     from pathlib import Path

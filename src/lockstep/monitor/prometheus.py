@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lockstep.monitor")
 _END_S = 2.0  # for the server's thread
+_OF_STEP = ("step", "loss", "grad_norm", "samples", "tokens", "discarded", "seconds")
 _UNNAMED = re.compile(r"[^a-zA-Z0-9_]")
 
 
@@ -106,19 +107,9 @@ class PrometheusEndpoint(ReportWriter):
                 yield "lockstep_step", "step of the run", {}, float(self._info.resumed_from or 0)
         if (report := self._step) is not None:
             rates = self._throughput.moving
-            for name, value in (
-                ("step", report.step),
-                ("loss", report.loss),
-                ("grad_norm", report.grad_norm),
-                ("learning_rate", report.lr),
-                ("samples", report.samples),
-                ("tokens", report.tokens),
-                ("discarded", report.discarded),
-                ("seconds", report.seconds),
-                ("steps_per_second", rates.steps),
-                ("samples_per_second", rates.samples),
-                ("tokens_per_second", rates.tokens),
-            ):
+            values = {name: getattr(report, name) for name in _OF_STEP} | {"learning_rate": report.lr}
+            values |= {f"{unit}_per_second": getattr(rates, unit) for unit in ("steps", "samples", "tokens")}
+            for name, value in values.items():
                 yield f"lockstep_{name}", f"{name} of the run", {}, float(value)
             yield from _efficiency(self._info, rates.tokens)
         if self._saved is not None:

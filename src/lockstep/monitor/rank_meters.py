@@ -30,7 +30,7 @@ from lockstep.core.files import write_atomically
 from lockstep.core.phase_clock import UPDATE_PHASES, Durations, Phase, UpdateTimes
 from lockstep.monitor.folder import lock_holder
 from lockstep.monitor.jsonl import LineFile, finite, line
-from lockstep.monitor.nvidia import last_words
+from lockstep.monitor.nvidia import gpu_errors, gpu_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -348,8 +348,10 @@ class RankMeters:
                     if self._files is not None:
                         self._files.look()
             last = self.notice()
-            for text in last_words(notice, last):  # which may be why this rank ends
-                _log.error("%s", text)
+            known = [*gpu_errors(notice.gauges)]
+            for text in gpu_errors(last.gauges):  # which may be why this rank ends
+                if text not in known:
+                    _log.error("%s", gpu_line({last.rank: last.host}, text))
             with suppress(RuntimeError):
                 self._board.post(last.encode())
         except Exception:
@@ -362,17 +364,13 @@ def _live(report: MeterReport) -> dict[str, Any]:
         "step": report.step,
         "ranks": [
             {
-                "rank": rank.notice.rank,
-                "host": rank.notice.host,
-                "process": rank.notice.process,
-                "step": rank.notice.step,
+                **{name: getattr(rank.notice, name) for name in ("rank", "host", "process", "step", "gauges")},
                 "phase": rank.notice.phase.name.lower(),
                 "phase_seconds": round(rank.notice.phase_seconds + rank.silent, 3),
                 "silent": round(rank.silent, 3),
                 "step_seconds": rank.seconds,
                 "slowest": rank.slowest,
                 "split": rank.split,
-                "gauges": rank.notice.gauges,
             }
             for rank in report.ranks
         ],

@@ -192,18 +192,10 @@ class _OpenedData:
 
     def loader(self, options: Loader) -> TrainingLoader:
         """Return the first rank's loader, on the CPU."""
-        config = self.config
-        return TrainingLoader(
-            self.source,
-            self.plan.batch,
-            0,
-            config.run.seed,
-            shuffle=config.data.shuffle,
-            drop_last=config.data.drop_last,
-            options=options.model_copy(update={"pin_memory": "auto"}),
-            device=torch.device("cpu"),
-            count=self.objective.count,
-        )
+        config, options = self.config, options.model_copy(update={"pin_memory": "auto"})
+        section = config.data.model_copy(update={"loader": options})
+        cpu, count = torch.device("cpu"), self.objective.count
+        return TrainingLoader(self.source, self.plan.batch, 0, config.run.seed, section, cpu, count)
 
 
 def _opened(config: Config, given: UserObjects) -> _OpenedData:

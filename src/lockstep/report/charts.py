@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -168,6 +168,15 @@ class Chart:
     unit: Unit = "plain"
     is_large: bool = False
     remarks: Sequence[str] = ()
+
+    @classmethod
+    def of(
+        cls, title: str, finding: str, series: Sequence[Series], *, from_zero: bool = False, **options: Any
+    ) -> Chart:
+        """Return a chart whose scale shows all values; `options` are other attributes."""
+        known = np.concatenate([each.known for each in series])
+        scale = fitted(known, from_zero=from_zero, may_be_logarithmic=not from_zero)
+        return cls(title, finding, series, scale, 0, 1, **options)
 
     @property
     def height(self) -> int:

@@ -23,9 +23,9 @@ from lockstep.core.secrets import hidden_setting
 from lockstep.core.terminal import plain_line
 from lockstep.monitor.goodput import goodput
 from lockstep.monitor.jsonl import as_number
-from lockstep.report import facts
-from lockstep.report.charts import Chart, Unit, color_class, draw, fitted, value_text
+from lockstep.report.charts import Chart, Unit, color_class, draw, value_text
 from lockstep.report.curves import capitalized, median_speed, speed, throughput, unit_of, utilization
+from lockstep.report.facts import as_text, date, last_evaluations
 from lockstep.report.html import render, write_page
 from lockstep.report.page import check_run
 from lockstep.report.rank_history import RankHistory, read_rank_history
@@ -283,7 +283,7 @@ def final_figures(run: RunData, ranks: RankHistory) -> Iterator[tuple[str, Figur
     loss, summary = run.trained_loss, run.summary or {}
     if len(loss.steps):
         yield "training loss", Figure(float(loss.values[-1]), "value")
-    for name, metrics in facts.last_evaluations(run).items():
+    for name, metrics in last_evaluations(run).items():
         for metric, (_, value) in metrics.items():
             kind: Kind = "percent" if unit_of(metric) == "percent" else "value"
             yield f"{name} {metric.replace('_', ' ')}", Figure(value, kind)
@@ -348,7 +348,7 @@ def _spread_text(group: RunGroup, name: str) -> str:
 def _differences(runs: Sequence[ComparedRun]) -> dict[str, tuple[str | None, ...]]:
     """Return what isn't the same in all configs, and in what results may depend on beside them."""
     surroundings = [
-        {f"environment: {name}": facts.as_text(each[name]) for name in _SURROUNDINGS if name in each}
+        {f"environment: {name}": as_text(each[name]) for name in _SURROUNDINGS if name in each}
         for each in (run.data.environment for run in runs)
     ]
     tables = [{**run.settings, **around} for run, around in zip(runs, surroundings, strict=True)]
@@ -394,7 +394,7 @@ def compose_comparison(comparison: SideBySide) -> str:
     runs, styles = comparison.runs, _styles(comparison)
     names = formatting.listed([run.label for run in runs], _NAMED_RUNS)
     groups = f", {len(comparison.groups)} configs" if comparison.has_seeds else ""
-    now = facts.date(time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    now = date(time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     return render(
         "compare.html",
         title=f"{names}: comparison of runs",
@@ -465,9 +465,6 @@ def _chart(
         replace(_smoothed(each), name=label, noisy=False, color=styles[label].color, dash=styles[label].dash)
         for label, each in known.items()
     ]
-    scale = fitted(
-        np.concatenate([each.known for each in drawn]), from_zero=from_zero, may_be_logarithmic=not from_zero
-    )
     missing = [run.label for run in comparison.runs if run.label not in known]
     remarks = [
         *(["Running medians."] if any(each.is_smoothed for each in known.values()) else []),
@@ -475,7 +472,8 @@ def _chart(
     ]
     low, high = (pick(drawn, key=lambda each: each.known[-1]) for pick in (min, max))
     ends = [f"{value_text(float(each.known[-1]), unit)} ({each.name})" for each in (low, high)]
-    return Chart(title, f"At the end from {ends[0]} to {ends[1]}", drawn, scale, 0, 1, unit=unit, remarks=remarks)
+    finding = f"At the end from {ends[0]} to {ends[1]}"
+    return Chart.of(title, finding, drawn, from_zero=from_zero, unit=unit, remarks=remarks)
 
 
 def _smoothed(series: Series) -> Series:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from lockstep.core import formatting
-from lockstep.report.charts import Chart, Marks, Unit, fitted, value_text
+from lockstep.report.charts import Chart, Marks, Unit, value_text
 from lockstep.report.rank_history import RankHistory
 from lockstep.report.run_data import RunData
 from lockstep.report.series import Numbers, Series
@@ -102,9 +102,7 @@ def _chart(title: str, series: Sequence[Series], unit: Unit = "plain", *, from_z
     drawn = [values for values in series if values.finite.any()]
     if not drawn:
         return None
-    known = np.concatenate([values.known for values in drawn])
-    scale = fitted(known, from_zero=from_zero, may_be_logarithmic=not from_zero)
-    return Chart(title, _range_of(drawn[0], unit), drawn, scale, 0, 1, unit=unit)
+    return Chart.of(title, _range_of(drawn[0], unit), drawn, from_zero=from_zero, unit=unit)
 
 
 def _range_of(series: Series, unit: Unit) -> str:
@@ -145,11 +143,6 @@ def rank_charts(ranks: RankHistory, first: int, last: int, marks: Marks) -> list
     return [replace(chart, first=first, last=last, marks=marks) for chart in drawn if chart is not None]
 
 
-def _of_ranks(title: str, finding: str, series: Sequence[Series], *, is_large: bool = False) -> Chart:
-    known = np.concatenate([each.known for each in series])
-    return Chart(title, finding, series, fitted(known, from_zero=True), 0, 1, is_large=is_large)
-
-
 def _times(ranks: RankHistory) -> Chart | None:
     numbers, seconds, means = ranks.computing()
     if len(numbers) < 2 or not np.isfinite(means).any():
@@ -161,11 +154,12 @@ def _times(ranks: RankHistory) -> Chart | None:
         known = np.isfinite(ordered).sum(axis=1)
         places = {"slowest": known - 1, "median": (known - 1) // 2, "fastest": np.zeros(len(known), int)}
         lines = {name: ordered[np.arange(len(known)), place] for name, place in places.items()}
-    return _of_ranks(
+    return Chart.of(
         f"Time of an update by rank{', without waiting for others' if ranks.phases() else ''}, ms",
         f"Slowest: rank {numbers[slowest]}, {formatting.short_time(means[slowest])} an update; median rank "
         f"{formatting.short_time(finite[(len(finite) - 1) // 2])}",
         _colored(ranks.steps, {name: 1000 * values for name, values in lines.items() if np.isfinite(values).any()}),
+        from_zero=True,
         is_large=True,
     )
 
@@ -179,9 +173,8 @@ def _phases(ranks: RankHistory) -> Chart | None:
         return None
     longest = max(split, key=lambda name: split[name])
     finding = f"Mostly {longest}: {100 * split[longest] / whole:.0f} %"
-    return _of_ranks(
-        "Time of an update by phase, mean over ranks, ms", finding, _colored(ranks.steps, shown), is_large=True
-    )
+    title, lines = "Time of an update by phase, mean over ranks, ms", _colored(ranks.steps, shown)
+    return Chart.of(title, finding, lines, from_zero=True, is_large=True)
 
 
 def _gauges(ranks: RankHistory) -> list[Chart]:
@@ -198,9 +191,8 @@ def _gauges(ranks: RankHistory) -> list[Chart]:
         is_alone = all(len(interval.ranks) < 2 for interval in ranks.intervals)
         lines = {"rank 0": 1} if is_alone else {"max": 2, "mean": 1, "min": 0}
         finding = f"Most: {formatting.short(most)} {size}".rstrip() + f" ({name.replace('_', ' ')})"
-        charts.append(
-            _of_ranks(title, finding, _colored(ranks.steps, {line: values[:, at] for line, at in lines.items()}))
-        )
+        series = _colored(ranks.steps, {line: values[:, at] for line, at in lines.items()})
+        charts.append(Chart.of(title, finding, series, from_zero=True))
     return charts
 
 

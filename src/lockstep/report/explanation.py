@@ -10,6 +10,7 @@ from pathlib import Path
 from lockstep.core import formatting
 from lockstep.core.terminal import command_line
 from lockstep.launch.ends_file import survived_failures
+from lockstep.monitor.console import time_shares
 from lockstep.monitor.folder import held_by
 from lockstep.monitor.goodput import Goodput, goodput, saved_steps
 from lockstep.report.curves import median_speed, throughput, utilization
@@ -118,11 +119,8 @@ def _peak(run: RunData) -> Iterator[str]:
 
 
 def _split(split: Mapping[str, float]) -> Iterator[str]:
-    whole = sum(split.values())
-    longest = sorted(split.items(), key=lambda item: -item[1])
-    parts = [f"{name} {100 * part / whole:.0f} %" for name, part in longest if whole and part >= 0.005 * whole]
-    if parts:
-        yield f"Where an update's time went: {', '.join(parts)}."
+    if any(split.values()):
+        yield f"Where an update's time went: {time_shares(split)}."
     else:
         yield "Where an update's time went wasn't measured (monitor.meter_seconds, or too few updates)."
 

@@ -20,9 +20,23 @@ from lockstep.core.near_runs import not_a_run
 from lockstep.core.secrets import hidden_setting, without_secrets
 from lockstep.monitor.folder import is_run, refuse_escaping_links
 from lockstep.monitor.media import MEDIA
-from lockstep.report import facts
 from lockstep.report.charts import Marks, draw
 from lockstep.report.curves import MAX_LOGGED, charts, rank_charts, straggler_rows
+from lockstep.report.facts import (
+    as_text,
+    bad_numbers,
+    date,
+    environment,
+    evaluation_table,
+    events,
+    facts,
+    flaws,
+    large_figures,
+    left_out,
+    restart_table,
+    restarts,
+    state,
+)
 from lockstep.report.html import render, write_page
 from lockstep.report.rank_history import read_rank_history
 from lockstep.report.run_data import LoggedFile, RunData, read_run
@@ -66,19 +80,19 @@ def compose(run: RunData, ended: str = "") -> str:
     ranks = read_rank_history(run.folder)
     span = (drawn[0].first, drawn[0].last, drawn[0].marks) if drawn else (0, 1, Marks())
     samples = np.unique(np.linspace(0, len(run.texts) - 1, min(_SAMPLES, len(run.texts))).round().astype(int))
-    created = facts.date(run.environment.get("created"))
-    now = facts.date(time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    created = date(run.environment.get("created"))
+    now = date(time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     return render(
         "report.html",
         title=f"{run.folder.name}: training report",
         kicker="Training report",
         heading=run.folder.name,
-        standfirst=facts.as_text(run.config.get("description")),
-        state=facts.state(run),
+        standfirst=as_text(run.config.get("description")),
+        state=state(run),
         byline=f" · {'last started' if run.num_attempts > 1 else 'started'} {created}" if created else "",
-        flaws=[*facts.flaws(run, ended), *ranks.flaws],
-        figures=facts.large_figures(run),
-        facts=facts.facts(run),
+        flaws=[*flaws(run, ended), *ranks.flaws],
+        figures=large_figures(run),
+        facts=facts(run),
         charts=drawn,
         draw=draw,
         of_ranks=rank_charts(ranks, *span),
@@ -86,9 +100,9 @@ def compose(run: RunData, ended: str = "") -> str:
         marks=drawn[0].marks if drawn else None,
         has_gap=any(not series.finite.all() for chart in drawn for series in chart.series),
         hidden_values=len(run.logged) - MAX_LOGGED,
-        evaluations=facts.evaluation_table(run),
-        events=[*facts.events(run), *facts.bad_numbers(run), *facts.left_out(run.left_out)],
-        restarts=facts.restart_table(facts.restarts(run)),
+        evaluations=evaluation_table(run),
+        events=[*events(run), *bad_numbers(run), *left_out(run.left_out)],
+        restarts=restart_table(restarts(run)),
         samples=[run.texts[index] for index in samples],
         images=images,
         images_remark=remark(run.images, images),
@@ -97,7 +111,7 @@ def compose(run: RunData, ended: str = "") -> str:
         hidden_samples=len(run.texts) - len(samples),
         config=[_config_line(line) for line in run.config_text[: _LONGEST_CONFIG + 1].rstrip().splitlines()],
         config_is_cut=len(run.config_text) > _LONGEST_CONFIG,
-        environment=facts.environment(run.environment),
+        environment=environment(run.environment),
         footer=f"{run.folder}. Made by Lockstep {__version__} on {now}.",
     )
 
@@ -134,8 +148,7 @@ class ShownTable:
 
 def logged_tables(run: RunData) -> list[ShownTable]:
     """Return the last table of each name that can be read."""
-    shown = (_table(run, table) for table in newest_of_each(run.tables))
-    return [table for table in shown if table is not None]
+    return [*filter(None, (_table(run, table) for table in newest_of_each(run.tables)))]
 
 
 def _table(run: RunData, file: LoggedFile) -> ShownTable | None:
@@ -176,8 +189,7 @@ class Thumbnail:
 
 def thumbnails(run: RunData) -> list[Thumbnail]:
     """Return the last image of each name that can be read."""
-    shown = (_thumbnail(run, image) for image in newest_of_each(run.images))
-    return [thumbnail for thumbnail in shown if thumbnail is not None]
+    return [*filter(None, (_thumbnail(run, image) for image in newest_of_each(run.images)))]
 
 
 def _thumbnail(run: RunData, image: LoggedFile) -> Thumbnail | None:

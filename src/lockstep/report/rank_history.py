@@ -93,10 +93,8 @@ class RankHistory:
         """Return all ranks, the seconds that each computes in an update, [interval, rank], and each rank's mean."""
         ranks = sorted({rank for interval in self.intervals for rank in interval.ranks})
         place = {rank: at for at, rank in enumerate(ranks)}
-        seconds, updates = (
-            np.full((len(self.intervals), len(ranks)), np.nan),
-            np.zeros((len(self.intervals), len(ranks))),
-        )
+        shape = len(self.intervals), len(ranks)
+        seconds, updates = np.full(shape, np.nan), np.zeros(shape)
         for row, interval in enumerate(self.intervals):
             at = [place[rank] for rank in interval.ranks]
             seconds[row, at] = np.where(interval.updates > 0, interval.computing, np.nan)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +19,7 @@ from lockstep.monitor.attempts import Attempt, read_attempts
 from lockstep.monitor.events import EVENTS, passed_discards
 from lockstep.monitor.folder import CONFIG, EARLIER, ENVIRONMENT, METRICS, SUMMARY
 from lockstep.monitor.goodput import step_reached
+from lockstep.monitor.jsonl import as_number, parsed
 from lockstep.report.series import Series
 
 Json: TypeAlias = Mapping[str, Any]
@@ -31,7 +30,6 @@ _LARGEST_STEP = 2**53  # beyond, floats skip whole numbers
 _MOST_SAMPLES = 12  # of a bad update
 _LONGEST_TEXT = 4000
 _LONGEST_LINE = 2**20  # characters; of a longer line each part counts as damaged
-_decode = json.JSONDecoder().raw_decode
 _values_of = itemgetter(*COLUMNS)
 
 
@@ -176,19 +174,10 @@ def _object(run: RunData, name: str) -> Json | None:
     text = _text(run.folder / name)
     if text is None:
         return None
-    content = _parsed(text)
+    content = parsed(text)
     if content is None:
         run.flaws.append(f"{name} is damaged and left out.")
     return content or {}
-
-
-def _parsed(text: str) -> Json | None:
-    text = text.strip()
-    try:
-        content, end = _decode(text)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) and end == len(text) else None
 
 
 def _records(run: RunData, name: str) -> Iterator[tuple[int, Json]]:
@@ -200,7 +189,7 @@ def _records(run: RunData, name: str) -> Iterator[tuple[int, Json]]:
         return
     with lines:
         for number, line in enumerate(iter(partial(lines.readline, _LONGEST_LINE), ""), 1):
-            record = _parsed(line)
+            record = parsed(line)
             step = _step(record.get("step")) if record is not None else None
             if record is not None and step is not None:
                 yield step, record
@@ -220,7 +209,7 @@ def _read_updates(run: RunData) -> None:
         try:
             rows.extend(array("d", _values_of(record)))  # as nearly all of a million lines
         except (KeyError, TypeError, OverflowError):  # one is missing, null, or no number
-            rows.extend(_number(record.get(name)) for name in COLUMNS)
+            rows.extend(as_number(record.get(name)) for name in COLUMNS)
         if record.get("kept") is False:
             run.discarded.append((step, _name(record.get("verdict"))))
     steps, *columns = np.frombuffer(rows).reshape(-1, 1 + len(COLUMNS)).T
@@ -236,7 +225,7 @@ def _take_event(run: RunData, step: int, record: Json) -> None:
         metrics = run.evaluations.setdefault(_name(record["evaluation"]), {})
         for name, value in record.items():
             if name not in _NOT_METRICS and _is_number(value):
-                metrics.setdefault(name.removeprefix("metric."), {})[step] = _number(value)
+                metrics.setdefault(name.removeprefix("metric."), {})[step] = as_number(value)
     elif "resumed" in record:
         run.restarts.append((step, _step(record.get("ranks")) or 0))
     elif "bad_numbers" in record:
@@ -244,8 +233,8 @@ def _take_event(run: RunData, step: int, record: Json) -> None:
     elif (index := _step(record.get("left_out"))) is not None:
         run.left_out[index] = _name(record.get("reason"))[:_LONGEST_TEXT]
     elif "saved" in record:
-        numbers = (_number(record.get(name)) for name in ("bytes", "seconds", "lost_seconds"))
-        size, seconds, lost = (number if number >= 0 and math.isfinite(number) else 0.0 for number in numbers)
+        names = ("bytes", "seconds", "lost_seconds")
+        size, seconds, lost = (max(0.0, as_number(record.get(name), 0.0)) for name in names)
         failure = record.get("failure")
         run.saves.append(Save(step, size, seconds, lost, None if failure is None else _name(failure)))
     elif isinstance(logged := record.get("logged"), dict):
@@ -257,7 +246,7 @@ def _take_event(run: RunData, step: int, record: Json) -> None:
                 if isinstance(file := value.get("file"), str):
                     (run.images if file.endswith(".png") else run.tables).append(LoggedFile(step, name, file))
             elif _is_number(value):
-                run.logged.setdefault(name, {})[step] = _number(value)
+                run.logged.setdefault(name, {})[step] = as_number(value)
 
 
 def _samples(value: object) -> list[int]:
@@ -283,10 +272,3 @@ def _name(value: object) -> str:
 
 def _is_number(value: object) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-
-
-def _number(value: object) -> float:
-    try:
-        return float(cast("float", value)) if _is_number(value) and value is not None else math.nan
-    except OverflowError:
-        return math.nan

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lockstep.config.schema import CustomData, HuggingFaceData, HuggingFaceModel, Tokens
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.records import Batch, DataFacts
-from lockstep.data.sources import LANGUAGE_MODEL, check_task
+from lockstep.core.records import LANGUAGE_MODEL, Batch, DataFacts
+from lockstep.data.sources import check_task
 from lockstep.models.heads import head_of
 from lockstep.training.sources import task_of
 

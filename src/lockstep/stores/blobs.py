@@ -43,6 +43,14 @@ class BlobStore(Protocol):
         """Delete objects, the first before all others."""
 
 
+def read_whole(store: BlobStore, name: str, limit: int | None = None) -> bytes:
+    """Return the bytes of an object, `limit` at most. Raises OSError."""
+    size = store.size(name)
+    data = bytearray(size if limit is None else min(size, limit))
+    store.read(name, 0, memoryview(data))
+    return bytes(data)
+
+
 class UserStore:
     """A user's store, whose exceptions become OSErrors: a client has its own, and a save must survive them."""
 

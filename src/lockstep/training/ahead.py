@@ -33,8 +33,7 @@ def imports_ahead(config: Config) -> list[str]:
     builders = [build.partition(":")[0]] if isinstance(build, str) and build.startswith("lockstep.") else []
     # DDP, FSDP and DeepSpeed import the compiler; a plan compares all strategies; DDP's forward imports the profiler
     common = ["torch._dynamo", "lockstep.config.deepspeed", "torch.profiler._cupti_monitor"]
-    when_it_hangs = "lockstep.distributed.flight_record"
-    return [*common, when_it_hangs, *models, *events, *builders]
+    return [*common, "lockstep.distributed.flight_record", *models, *events, *builders]
 
 
 def import_on_cpu(config: Config) -> None:

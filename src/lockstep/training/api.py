@@ -173,11 +173,9 @@ def _given_sections(given: UserObjects) -> dict[str, Any]:
     if given.eval_datasets:
         data["evaluation"] = dict.fromkeys(given.eval_datasets, source)
     sections: dict[str, Any] = {
-        "model": kind if given.model is not None else None,
-        "objective": kind if given.objective is not None else None,
+        **{name: kind for name in ("model", "objective", "schedule") if getattr(given, name) is not None},
         "data": data,
         "optim": {"name": "given"} if given.optimizer is not None else None,
-        "schedule": kind if given.schedule is not None else None,
         "checkpoint": {"storage": {"target": GIVEN}} if given.storage is not None else None,
         "transforms": [{"target": GIVEN}] * len(given.transforms),
     }

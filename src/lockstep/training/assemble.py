@@ -91,17 +91,8 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
     engine = build_engine(made, config, plan, world, source, objective, prepared.computed, prepared.masks)
 
     scaled = dtype is torch.float16 or made.sharding.rounds_to_fp16
-    loader = TrainingLoader(
-        source,
-        plan.batch,
-        made.position.share,
-        config.run.seed,
-        shuffle=config.data.shuffle,
-        drop_last=config.data.drop_last,
-        options=config.data.loader,
-        device=world.device,
-        count=objective.count,
-    )
+    share, seed = made.position.share, config.run.seed
+    loader = TrainingLoader(source, plan.batch, share, seed, config.data, world.device, objective.count)
     if optimizer is not None:  # a user's may state its rate
         config = config.model_copy(update={"optim": optimizer.used})
     components = Components(

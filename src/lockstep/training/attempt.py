@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -23,11 +21,9 @@ from lockstep.monitor.attempts import (
     attempts_text,
     by_host,
     facts_of,
-    last_sign,
     launched,
-    read_attempts,
 )
-from lockstep.monitor.folder import RunFolder
+from lockstep.monitor.folder import ATTEMPTS, RunFolder
 from lockstep.optim.precision import products_in, resolve_compute
 from lockstep.plan.plan import because, strategy_of
 from lockstep.strategies.registry import find_strategy
@@ -98,33 +94,14 @@ def _notes(components: Components) -> tuple[str, ...]:
     return (*notes, *strategy.remarks(options))
 
 
-@dataclass(frozen=True, slots=True)
-class EarlierAttempts:
-    """The attempts of a run before this one, and when the last of them gave its last sign; NaN if unknown."""
-
-    attempts: tuple[Attempt, ...] = ()
-    ended: float = math.nan
-
-    @classmethod
-    def of(cls, run: Path) -> EarlierAttempts:
-        """Read those of a folder, before its history is rewound."""
-        attempts = read_attempts(run)
-        return cls(attempts, last_sign(run)) if attempts else cls()
-
-
-def _launched(run: Path, earlier: EarlierAttempts) -> float:
-    """Return when this attempt was launched: one after another in the same launch, when that had ended."""
-    start = launched(run)
-    is_again = any(abs(attempt.launched - start) < _SAME_LAUNCH_S for attempt in earlier.attempts)
-    return earlier.ended if is_again else start
-
-
 def record_attempt(
-    session: Session, run: Path, earlier: EarlierAttempts, info: RunInfo, memory: Path | None = None
+    session: Session, run: Path, earlier: Sequence[Attempt], ended: float, info: RunInfo, memory: Path | None = None
 ) -> str | None:
     """Record this attempt, and return its id, on the first rank; all ranks call it.
 
     Args:
+        earlier: The attempts of the run before this one.
+        ended: When the last of them gave its last sign; NaN: unknown.
         memory: The launcher's folder in memory; None: there is none.
     """
     components = components_of(session)
@@ -133,17 +110,19 @@ def record_attempt(
         return None
     plan, held = components.plan, components.plan.placement
     sizes = {"least_micro_size": least_micro_size(components), "evaluation_size": components.evaluation_size}
+    start = launched(run)
+    is_again = any(abs(attempt.launched - start) < _SAME_LAUNCH_S for attempt in earlier)
     attempt = Attempt(
-        _launched(run, earlier),
+        ended if is_again else start,  # one after another in the same launch: when that had ended
         time.time(),
-        earlier.ended,
+        ended,
         session.progress.steps,
         session.seconds,
         by_host(hosts),
         {**facts_of(info), **sizes},  # the launcher looks at them when memory has run out
         Planned(held.parameters, held.gradients, held.optimizer, plan.sent, plan.bubble),
     )
-    RunFolder.open(run).write_attempts(attempts_text((*earlier.attempts, attempt)))
+    RunFolder.open(run).write(ATTEMPTS, attempts_text((*earlier, attempt)))
     if memory is not None:
         note_attempt(memory, run)
-    return attempt_id(len(earlier.attempts) + 1, attempt)
+    return attempt_id(len(earlier) + 1, attempt)

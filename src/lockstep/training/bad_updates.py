@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.formatting import counted, listed, value
-from lockstep.core.records import NumbersReport, Verdict
+from lockstep.core.records import NumbersReport
 from lockstep.distributed.user_collectives import print_once
 from lockstep.training.replicas import refuse_bad_state
 
@@ -54,27 +54,26 @@ class _MicroBatch:
 
 
 class BadUpdates:
-    """The bad updates of an attempt; `verdicts` decides which updates are kept."""
+    """The bad updates of an attempt; `verdicts` decides which updates are kept.
+
+    Attributes:
+        losses: Of the micro-batches of updates, by the progress before each.
+        unseen: What became known, and `take_new` hasn't returned.
+    """
 
     def __init__(self, components: Components, verdicts: Verdicts, failure_state: FailureState) -> None:
         self._components = components
         self.verdicts = verdicts
         self._failure_state = failure_state
-        self._losses: deque[tuple[Progress, list[Tensor]]] = deque(maxlen=2)  # an accelerator's reports come late
-        self._unseen: deque[NumbersReport] = deque(maxlen=_MOST_UNSEEN)
+        self.losses: deque[tuple[Progress, list[Tensor]]] = deque(maxlen=2)  # an accelerator's reports come late
+        self.unseen: deque[NumbersReport] = deque(maxlen=_MOST_UNSEEN)
         self._printed = 0
-
-    def updated(self, before: Progress) -> None:
-        """Keep the losses of the update that began at this progress."""
-        self._losses.append((before, self._components.engine.losses))
 
     def receive(self, report: StepReport) -> None:
         """Name the samples of a bad update, and do what the config asks for; all ranks together.
 
         Raises RunFailed if the run ends, or goes back (RollbackDue).
         """
-        if report.verdict is Verdict.KEPT and report.count and not report.spike:
-            return
         answer = self.verdicts.answer(report)
         if answer in ("", "ignore"):
             self.verdicts.refuse(report)
@@ -83,7 +82,7 @@ class BadUpdates:
         if not math.isfinite(report.loss):  # from the vote, so all ranks know
             refuse_bad_state(self._components, report.step, self.verdicts.last_kept(report.step))
         bad = self._named(report, _ACTIONS[answer])
-        self._unseen.append(bad)
+        self.unseen.append(bad)
         text = _text(bad)
         if answer == "rollback":
             raise RollbackDue(f"step {report.step:,}: {text}", bad, report.samples)
@@ -95,8 +94,8 @@ class BadUpdates:
 
     def take_new(self) -> list[NumbersReport]:
         """Return what became known since the last call."""
-        new = [*self._unseen]
-        self._unseen.clear()
+        new = [*self.unseen]
+        self.unseen.clear()
         return new
 
     def _named(self, report: StepReport, action: str) -> NumbersReport:
@@ -121,7 +120,7 @@ class BadUpdates:
 
     def _micro_batches(self, report: StepReport) -> Iterator[_MicroBatch]:
         """Yield this rank's micro-batches of an update, where it knows their losses."""
-        before, losses = next((kept for kept in self._losses if kept[0].steps == report.step - 1), (None, []))
+        before, losses = next((kept for kept in self.losses if kept[0].steps == report.step - 1), (None, []))
         if before is None or not losses or not self._components.position.reports_loss:
             return
         samples = self._components.loader.own_samples(before)

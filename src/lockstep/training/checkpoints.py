@@ -10,14 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.checkpoint.loading import load_newest
-from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.objects import ObjectStorage
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
 from lockstep.checkpoint.storage import Owner, checkpoint_name
@@ -29,12 +27,11 @@ from lockstep.core.phase_clock import Phase
 from lockstep.core.process_settings import paused_collection
 from lockstep.core.records import Request, SaveReport, TrainingState
 from lockstep.distributed.user_collectives import print_once
+from lockstep.monitor.history import HistoryFiles
 from lockstep.monitor.jsonl import finite
-from lockstep.stores.addresses import is_address
-from lockstep.stores.blobs import UserStore
-from lockstep.stores.buckets import open_store
 from lockstep.training.components import Saves
 from lockstep.training.evaluations import Evaluations
+from lockstep.training.locations import storage_at
 from lockstep.training.memory_snapshots import MemorySnapshots
 from lockstep.training.ownership import refuse_other_run
 from lockstep.training.replicas import refuse_not_finite
@@ -45,9 +42,7 @@ from lockstep.training.session import Session, components_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
-    from lockstep.core.progress import Progress
     from lockstep.core.protocols import ObjectStore
-    from lockstep.monitor.history import HistoryFiles
 
 _log = logging.getLogger("lockstep")
 TRANSFORMS = "transforms"
@@ -65,6 +60,7 @@ class Checkpoints(Saves):
     Attributes:
         environment: of this attempt, on the first rank.
         run: id of the run, from `begin` on.
+        trigger: requests a save by the clock, and knows which updates one follows.
         history: of the run, on the first rank; flushed before a checkpoint that refers to it exists.
     """
 
@@ -90,8 +86,8 @@ class Checkpoints(Saves):
         self._section = section
         self.home, self._recipe = home, recipe
         self._retention = Retention(storage, section, epoch_samples)
-        self._trigger = Trigger(section.every, Request.SAVE, epoch_samples, self._axis.rank)
-        self._begun_saver: Saver | None = None
+        self.trigger = Trigger(section.every, Request.SAVE, epoch_samples, self._axis.rank)
+        self._saver: Saver  # from `begin` on, after which the session knows of it
         self._saved_at: int | None = None
         self._newest: int | None = None
         self._failed_at: int | None = None  # the step of a save that all ranks know to have failed
@@ -99,22 +95,16 @@ class Checkpoints(Saves):
         self._saved_evaluation = self._evaluation()
         self._began_at = 0
         self._saves_again = False
-        self._wait_for_copies: Callable[[], None] | None = None
         self._failure_state = session.failure_state
         self.environment = environment
         self.snapshots = MemorySnapshots(session, self._metadata, memory, home)
-        self.history: HistoryFiles | None = None
+        self.history = HistoryFiles()
         self.run = ""
 
     @property
     def place(self) -> str:
         """Path or address of the checkpoints."""
         return self.storage.place
-
-    @property
-    def _saver(self) -> Saver:
-        assert self._begun_saver is not None, "begin() comes first"
-        return self._begun_saver
 
     # --- at the start ---------------------------------------------------------------------------------------------
 
@@ -131,7 +121,7 @@ class Checkpoints(Saves):
             where = error.filename or self.place
             raise RunFailed(f"checkpoints can't be written to {where}: {error.strerror or error}") from error
         finally:
-            if self._begun_saver is None:  # else the session's end does it
+            if self._session.saves is not self:  # else the session's end does it
                 self.storage.release()
 
     def _begin(self, resume: Resume) -> list[str]:
@@ -168,14 +158,14 @@ class Checkpoints(Saves):
         self.run = cast("str", self._axis.broadcast(run))
         self._write_owner()
         metadata = RunMetadata(self.run, finite(to_public(components.config)), self.environment)
-        self._begun_saver = Saver(
+        self._saver = Saver(
             self.storage,
             self._axis,
             components.world.device,
             metadata,
             self._published,
             self._retention.make_room,
-            lambda: self.history.flush() if self.history is not None else None,
+            lambda: self.history.flush(),
         )
         self._began_at = self._session.progress.steps
         self.snapshots.begin(metadata, self._began_at)
@@ -197,40 +187,28 @@ class Checkpoints(Saves):
         self._retention.on_published(manifest)
 
     def status(self) -> tuple[int, int]:
-        return self._begun_saver.status if self._begun_saver is not None else (0, 0)
+        return self._saver.settled, self._saver.failures
 
     def receive(self, settled: float, failed: float) -> None:
-        if self._begun_saver is not None:
-            self._begun_saver.on_vote(settled, failed)
-
-    def before_update(self) -> None:
-        if self._wait_for_copies is not None:
-            with components_of(self._session).world.clock.phase(Phase.SAVE):
-                self._wait_for_copies()
-            self._wait_for_copies = None
-        self.snapshots.before_update()
+        self._saver.on_vote(settled, failed)
 
     # --- during the run -------------------------------------------------------------------------------------------
 
     def requests(self) -> tuple[Request, ...]:
         """Return this rank's requests for the next vote: a save by the clock, or again after the disk was full."""
-        requests = (*self._trigger.requests(), *self.snapshots.requests())
-        if self._axis.rank == 0 and self._unpublished_best() is not None:
+        requests = (*self.trigger.requests(), *self.snapshots.requests())
+        if self._axis.rank == 0 and self.evaluations.best_at is not None and self._unpublished_best() is not None:
             requests = (*requests, Request.NO_SNAPSHOT)  # the run goes back to the best state if its save is lost
         saves_again, self._saves_again = self._saves_again, False
         return (*requests, Request.SAVE) if saves_again else requests
 
     def outcomes(self) -> list[SaveReport]:
         """Return the saves that have ended since the last call, on the first rank."""
-        saver = self._begun_saver
-        if saver is not None and (ended := saver.outcomes()):
-            self._saves_again |= any(report.made_room for report in ended)
-            return ended
-        return []
-
-    def is_due(self, before: Progress, requests: Collection[Request] = ()) -> bool:
-        """Return whether a save follows the update between `before` and the session's progress; see `Trigger`."""
-        return self._trigger.follows(before, self._session.progress, requests)
+        if self._saver.reports.empty():
+            return []
+        ended = self._saver.outcomes()
+        self._saves_again |= any(report.made_room for report in ended)
+        return ended
 
     def save_evaluated(self, report_saves: Callable[[list[SaveReport]], None]) -> None:
         """Add the evaluation of the state from which the run has resumed to its checkpoint; save a best one."""
@@ -245,7 +223,7 @@ class Checkpoints(Saves):
             report_saves: called with the saves that have ended, before this one can exist.
         """
         self._failure_state.refuse_half_update(self)
-        saver, step = self._saver, self._session.progress.steps
+        step = self._session.progress.steps
         if self._saved_at == step != self._failed_at:
             self._add_evaluation()
             return
@@ -256,14 +234,14 @@ class Checkpoints(Saves):
                 self._saves_again = False
                 metadata = self._metadata(state)
                 finished = (lambda: report_saves(self.outcomes())) if report_saves is not None else lambda: None
-                self._wait_for_copies = saver.start(state, metadata, finished)
+                self._session.copies.append(self._saver.start(state, metadata, finished))
             except Exception as error:
                 note_location(error, "checkpoint", f"in the save after update {step}")
                 raise
             self._saved_at, self._failed_at, self._saved_evaluation = step, None, self._evaluation()
-            self._trigger.restart()
+            self.trigger.restart()
             if not self._section.asynchronous:
-                saver.finish()
+                self._saver.finish()
             elif self.evaluations.is_best:
                 self.snapshots.hold()
 
@@ -282,10 +260,9 @@ class Checkpoints(Saves):
 
     def _unpublished_best(self) -> int | None:
         """Return the step of the best state if its save is in progress. Only the first rank knows when it has ended."""
-        best, saver = self.evaluations.best_at, self._begun_saver
-        if best is None or saver is None or self._newest == best:
+        best, save = self.evaluations.best_at, self._saver.in_progress
+        if best is None or self._newest == best:
             return None
-        save = saver.in_progress
         return best if save is not None and save[0] == best else None
 
     def _evaluation(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -311,7 +288,7 @@ class Checkpoints(Saves):
 
     def rescue(self, error: BaseException) -> str | None:
         """Save what a run that `error` ends has learned since its last save; return what to report."""
-        if self._begun_saver is None or self._session.progress.steps == self._began_at:
+        if self._session.progress.steps == self._began_at:
             return None
         best, memory = self._unpublished_best(), self.snapshots.folder
         return Rescue(self._session, self.storage, self._saver, self._metadata, best, memory).save(error)
@@ -321,7 +298,7 @@ class Checkpoints(Saves):
         self.storage.release()
 
     def resumes_from(self) -> int | None:
-        return self._begun_saver.resumes_from() if self._begun_saver is not None else None
+        return self._saver.resumes_from()
 
     def save_again(self) -> None:
         """Start the last save once more: the disk was full and has space now."""
@@ -357,15 +334,7 @@ def checkpoints_in(
     session: Session, place: str | os.PathLike[str] | ObjectStore, *, fresh: bool = False, accept_changes: bool = False
 ) -> Checkpoints:
     """Return the checkpoints of a session under a custom loop; see `Session.checkpoints`."""
-    section = components_of(session).config.checkpoint
-    storage: Storage
-    if not isinstance(place, str | os.PathLike):
-        storage = ObjectStorage(UserStore(place))
-    elif is_address(os.fspath(place)):
-        storage = ObjectStorage(open_store(os.fspath(place), section.retry_seconds))
-    else:
-        storage = LocalStorage(Path(place).absolute(), retry_seconds=section.retry_seconds)
-    checkpoints = Checkpoints(session, storage, {})
+    checkpoints = Checkpoints(session, storage_at(place, components_of(session).config.checkpoint.retry_seconds), {})
     for note in checkpoints.begin(Resume(fresh=fresh, accept_changes=accept_changes)):
         print_once(f"lockstep: {note}")
     return checkpoints

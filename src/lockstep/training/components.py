@@ -99,9 +99,6 @@ class Saves:
     def receive(self, settled: float, failed: float) -> None:
         """Receive the sums of all ranks' `status`."""
 
-    def before_update(self) -> None:
-        """Return once parameters and optimizer state may change."""
-
     def resumes_from(self) -> int | None:
         """Return the step from which the run would resume; None: from the beginning."""
         return None

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -125,12 +126,8 @@ class _ShapesOnly(pickle.Pickler):
         if type(value) is np.ndarray and not value.dtype.hasobject:
             return np.zeros, (value.shape, value.dtype)
         if type(value) is Tensor and value.layout is torch.strided:
-            return _zeros, (tuple(value.shape), value.dtype, value.requires_grad)
+            return partial(torch.zeros, value.shape, dtype=value.dtype, requires_grad=value.requires_grad), ()
         return NotImplemented
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, requires_grad=requires_grad)
 
 
 def decides(config: Config, ranks: int) -> bool:

@@ -25,6 +25,7 @@ from lockstep.training.session import Session, components_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
+    from lockstep.config.every import Every
     from lockstep.config.schema import EarlyStoppingConfig
 
 
@@ -77,8 +78,7 @@ class EarlyStopping:
     def restore(self, state: dict[str, Any] | None) -> list[str]:
         """Continue from a checkpoint's state, unless it is about another metric; return notes for the user."""
         if self.section is not None and state is not None and state["metric"] == self.section.metric:
-            best, step, waited = state.get("best"), state.get("step", 0), state.get("waited", 0)
-            self._state = EarlyStoppingState(state["metric"], best, step, waited)
+            self._state = EarlyStoppingState(**state)
         if self.reason is None:
             return []
         return [
@@ -106,6 +106,7 @@ class Evaluations:
 
     Attributes:
         reports: of the last evaluation; empty before one.
+        trigger: requests an evaluation by the clock, and knows which updates one follows.
         best_at: the step with the best metric so far, in this attempt, or of the checkpoint that it has resumed from.
     """
 
@@ -113,7 +114,7 @@ class Evaluations:
         components = components_of(session)
         self._session = session
         self._section = components.config.checkpoint
-        self._trigger: Trigger | None = None
+        self.trigger = self._new_trigger(None)
         self._last = session.progress  # at the last evaluation, or at the beginning
         self._is_requested = False
         self._best: float | None = None
@@ -155,13 +156,12 @@ class Evaluations:
     def schedule(self) -> None:
         """Let `evaluation.every` decide from now on; in a custom loop, the loop decides."""
         components = components_of(self._session)
-        every = components.config.evaluation.every if components.evaluation else None
-        self._trigger = Trigger(every, Request.EVALUATE, components.plan.epoch_samples, components.world.rank)
+        self.trigger = self._new_trigger(components.config.evaluation.every if components.evaluation else None)
         self._last = self._session.progress
 
-    def requests(self) -> tuple[Request, ...]:
-        """Return this rank's request for the next vote: an evaluation by the clock."""
-        return self._trigger.requests() if self._trigger is not None else ()
+    def _new_trigger(self, every: Every | None) -> Trigger:
+        components = components_of(self._session)
+        return Trigger(every, Request.EVALUATE, components.plan.epoch_samples, components.world.rank)
 
     def receive(self, report: StepReport) -> None:
         """Take the requests of all ranks that came with a report."""
@@ -170,8 +170,7 @@ class Evaluations:
     @property
     def due(self) -> bool:
         """True if an evaluation follows the last update, and hasn't ended yet."""
-        trigger = self._trigger
-        return self._is_requested or (trigger is not None and trigger.follows(self._last, self._session.progress))
+        return self._is_requested or self.trigger.follows(self._last, self._session.progress)
 
     @property
     def comes_first(self) -> bool:
@@ -197,8 +196,7 @@ class Evaluations:
         self.reports = tuple(reports)
         self._note_best()
         self._last, self._is_requested = self._session.progress, False
-        if self._trigger is not None:
-            self._trigger.restart()
+        self.trigger.restart()
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint of the state after the last update keeps."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
-from lockstep.checkpoint.reading import Reader, ReadItem, read_manifest
+from lockstep.checkpoint.reading import Reader, read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.storage import MANIFEST, names_by_step
 from lockstep.config.known_runs import RunConfig, known_as
@@ -31,6 +31,7 @@ from lockstep.config.loading import validate
 from lockstep.config.schema import GIVEN, Config, Model
 from lockstep.core.errors import ConfigError, Failure, RunFailed
 from lockstep.core.failure_kinds import FailureKind
+from lockstep.core.files import replacing_file, replacing_folder
 from lockstep.core.progress import Progress
 from lockstep.core.records import DataFacts
 from lockstep.models.model_tensors import model_tensors
@@ -51,8 +52,6 @@ from lockstep.training.weights import (
     tensors_of,
     to_rebuild,
     tokenizer_of,
-    whole_file,
-    whole_folder,
 )
 
 if TYPE_CHECKING:
@@ -373,12 +372,15 @@ def _read_model(storage: Storage, step: int | None, *, optimizer: bool) -> _Save
         try:
             manifest = read_manifest(storage, name)
             tied = dict(manifest.state.get("sharding", {}).get("tied", {}))
-            model = _read_tensors(storage, name, manifest, _MODEL)
-            others = _read_tensors(storage, name, manifest, OPTIMIZER) if optimizer else {}
-            tensors = {key.removeprefix(_MODEL): tensor for key, tensor in model.items()}
-            if not optimizer:  # which goes with the weights that are trained
-                evaluated = _read_tensors(storage, name, manifest, _EVALUATED)
-                tensors |= {key.removeprefix(_EVALUATED): tensor for key, tensor in evaluated.items()}
+            wanted = (_MODEL, OPTIMIZER if optimizer else _EVALUATED)  # the former goes with what is trained
+            read = Reader(storage, name, manifest).tensors(key for key in manifest.tensors if key.startswith(wanted))
+            others = {key: tensor for key, tensor in read.items() if key.startswith(OPTIMIZER)}
+            tensors = {
+                key.removeprefix(prefix): tensor
+                for prefix in (_MODEL, _EVALUATED)
+                for key, tensor in read.items()
+                if key.startswith(prefix)
+            }
             return _SavedModel(name, manifest, tensors, tied, others, broken)
         except CorruptCheckpoint as fault:
             broken[name] = str(fault)
@@ -388,14 +390,6 @@ def _read_model(storage: Storage, step: int | None, *, optimizer: bool) -> _Save
 def _no_usable_checkpoint(storage: Storage, broken: Mapping[str, str]) -> RunFailed:
     listed = "".join(f"\n  {name}: {why}" for name, why in broken.items())
     return RunFailed(f"{storage.place} has no checkpoint that can be used:{listed}", kind=FailureKind.DAMAGED)
-
-
-def _read_tensors(storage: Storage, name: str, manifest: Manifest, prefix: str) -> dict[str, Tensor]:
-    entries = {key: entry for key, entry in manifest.tensors.items() if key.startswith(prefix)}
-    memory = {key: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for key, entry in entries.items()}
-    items = (ReadItem(key, entry.info.whole, memory[key]) for key, entry in entries.items())
-    Reader(storage, name, manifest).read(items)
-    return memory
 
 
 def _transforms(manifest: Manifest) -> list[str]:
@@ -465,7 +459,7 @@ def _write(saved: _SavedModel, config: Config, form: Form, target: Path, *, trus
         case "safetensors":
             save_tensors(saved.tensors, target)
         case "torch":
-            with whole_file(target) as new, new.open("wb") as file:
+            with replacing_file(target) as new, new.open("wb") as file:
                 if state is None:
                     torch.save({**saved.tensors, **others}, file)
                 else:
@@ -477,7 +471,7 @@ def _write(saved: _SavedModel, config: Config, form: Form, target: Path, *, trus
             save_for_transformers(model, model_tensors(model), tensors_of(model), target, tokenizer, also)
         case "dcp":
             assert state is not None
-            with whole_folder(target) as folder:
+            with replacing_folder(target) as folder:
                 state.save_dcp({**saved.tensors, **others}, folder)
 
 

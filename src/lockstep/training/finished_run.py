@@ -113,8 +113,7 @@ def generate_text(
     import torch
 
     from lockstep.models.build import build_meta_model
-    from lockstep.models.generation import generate
-    from lockstep.training.text import DEFAULT_CONTEXT, codec_of
+    from lockstep.training.text import codec_of, continuation
 
     config = to_rebuild(loaded_config(run), trusted=trust_run)
     given = UserObjects(trust_remote_code=trust_remote_code)
@@ -125,14 +124,4 @@ def generate_text(
         meta.allocate(torch.device("cpu"))
     model = (make_model(config, facts, given) if meta is None else meta.model).eval()
     load_weights(model, run)
-    made = generate(
-        model,
-        codec.encode(prompt),
-        tokens,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-        context=facts.tokens_per_sample or DEFAULT_CONTEXT,
-        end=codec.end,
-    )
-    return codec.decode(made)
+    return continuation(codec, model, prompt, tokens, facts, temperature=temperature, top_k=top_k, seed=seed)

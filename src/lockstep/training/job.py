@@ -7,11 +7,12 @@ Job --(launcher: one process a rank)--> join --> assemble --> run --> weights, s
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,9 +33,10 @@ from lockstep.launch.outside_watch import watched_from_outside
 from lockstep.launch.rank import append
 from lockstep.launch.streams import log_path
 from lockstep.monitor import metric_log
+from lockstep.monitor.attempts import last_sign, read_attempts
 from lockstep.monitor.environment import describe
 from lockstep.monitor.events import summarize
-from lockstep.monitor.folder import LOGS, RunFolder, lock_holder
+from lockstep.monitor.folder import CONFIG, ENVIRONMENT, LOGS, SUMMARY, RunFolder, lock_holder
 from lockstep.monitor.metric_log import MetricLog
 from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.profiler import Profiler
@@ -43,14 +45,14 @@ from lockstep.resilience.memory_faults import Trained
 from lockstep.resilience.signals import run_signals
 from lockstep.strategies.registry import uses_ranks
 from lockstep.training.assemble import assemble
-from lockstep.training.attempt import EarlierAttempts, record_attempt, run_info
+from lockstep.training.attempt import record_attempt, run_info
 from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
 from lockstep.training.locations import storage_of
 from lockstep.training.memory_snapshots import snapshots_in
 from lockstep.training.monitoring import Meters, UserLogs, make_monitors, refuse_missing_packages, started
 from lockstep.training.out_of_memory import explain, factors_of
-from lockstep.training.ownership import has_begun, keep_folder, kept_folder, mark_begun, resumed, run_folder_for
+from lockstep.training.ownership import BEGUN, FOLDER, keep, kept, resumed, run_folder_for
 from lockstep.training.publishing import publish, write_report
 from lockstep.training.resuming import Resume, a_checkpoint_follows
 from lockstep.training.rollbacks import Rollback, leave_out_windows, report_rollbacks, rollbacks_of
@@ -97,11 +99,12 @@ def run_job(job: Job) -> Finished:
     refuse_missing_packages(config)
     with opened(config, job.given, job=job) as session, _logged_tracebacks(job, session) as folder:
         world = components_of(session).world
-        again = job.again or has_begun(world)
+        again = job.again or kept(world, BEGUN) is not None
         job = replace(job, resume=resumed(job.resume, world))
         is_first = world.rank == 0
         continues = is_first and not job.resume.fresh and job.resume.origin is None
-        earlier = EarlierAttempts.of(folder) if continues else EarlierAttempts()
+        earlier = read_attempts(folder) if continues else ()  # before the history is rewound
+        ended = last_sign(folder) if earlier else math.nan
         checkpoints, notes, rollbacks = _begin(job, session, folder)
         components = components_of(session)
         profiler = Profiler(config.profile, components.world, folder)
@@ -109,12 +112,12 @@ def run_job(job: Job) -> Finished:
         facts = run_info(session, job.recipe, str(folder), checkpoints.resumed_from, notes)
         if again:  # the first start has printed the others
             facts = replace(facts, again=True, notes=tuple(notes))
-        checkpoints.snapshots.begin_attempt(record_attempt(session, folder, earlier, facts, job.memory))
+        checkpoints.snapshots.begin_attempt(record_attempt(session, folder, earlier, ended, facts, job.memory))
         plant(components.world, session.progress.steps, trained_in=partial(trained_in, session))
         meters = Meters(session, folder)
         monitors = make_monitors(config, job.recipe, job.given, folder, checkpoints, meters) if is_first else Monitors()
         own_folder = partial(_own_folder, folder, lock_holder(folder))
-        with closing(checkpoints.history) if checkpoints.history is not None else nullcontext():
+        with closing(checkpoints.history):
             with metric_log.recording(MetricLog()) as log, started(monitors, facts), meters.measuring():
                 if (step := checkpoints.resumed_from) is not None:
                     monitors.restarted(RestartReport(ledger_of(session).attempt, step, session.progress.samples))
@@ -230,13 +233,13 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
             run_folder.archive_attempt()
         else:
             run_folder.rewind(checkpoints.resumed_from, repeats_evaluations=checkpoints.evaluations.comes_first)
-        run_folder.write_config(recorded(components.config, checkpoints.run))
+        run_folder.write(CONFIG, recorded(components.config, checkpoints.run))
         notes += unremembered(components.config, folder)
-        run_folder.write_environment({**environment, "run": checkpoints.run})
+        run_folder.write(ENVIRONMENT, {**environment, "run": checkpoints.run})
     components.world.axis.barrier()
     if resume.origin is not None:
         checkpoints.save()
-    mark_begun(components.world)
+    keep(components.world, BEGUN)
     return checkpoints, notes, rollbacks
 
 
@@ -250,16 +253,16 @@ def _run_folder(job: Job, world: World) -> Iterator[Path]:
         yield job.folder
         return
     created: list[RunFolder] = []
-    kept = kept_folder(world)
+    known = kept(world, FOLDER)
 
     def create() -> Path:
-        path = kept or run_folder_for(job.config, job.recipe, job.resume)
+        path = Path(known) if known is not None else run_folder_for(job.config, job.recipe, job.resume)
         created.append(RunFolder.create(path, job.recipe, again=True))
         return created[0].path
 
     try:
         path = from_first_rank(world.axis, create)
-        keep_folder(world, path)
+        keep(world, FOLDER, str(path))
         yield path
     finally:
         for folder in created:
@@ -301,7 +304,7 @@ def _publish_results(
         checkpoints.load_best()
 
     def write() -> None:
-        RunFolder.open(own_folder()).write_summary(summary)
+        RunFolder.open(own_folder()).write(SUMMARY, summary)
         write_report(own_folder())
 
     try:

@@ -42,7 +42,7 @@ class LeftOutSamples:
         self._pending: list[LeftOutSample] = []
         self._samples: list[LeftOutSample] = []
         self._listed: set[int] = set()  # those of `_samples` that are left out now
-        self._unseen: list[LeftOutSample] = []
+        self.unseen: list[LeftOutSample] = []  # by `take_new`
 
     def fetched(self, batch: GlobalBatch) -> tuple[Request, ...]:
         """Return this rank's request for the next vote, after it has fetched a batch."""
@@ -70,7 +70,7 @@ class LeftOutSamples:
         before = {sample.index for sample in _bad(self._samples)}
         new = self._first_of_each(sample for _, counts, part in shares if counts for sample in part)
         self._samples += new
-        self._unseen += new
+        self.unseen += new
         self._leave_out(new)
         for sample in _bad(new):
             if sample.index not in before:
@@ -93,7 +93,7 @@ class LeftOutSamples:
 
     def take_new(self) -> list[LeftOutSample]:
         """Return the samples that were exchanged since the last call."""
-        new, self._unseen = self._unseen, []
+        new, self.unseen = self.unseen, []
         return new
 
     def state(self) -> list[dict[str, Any]]:

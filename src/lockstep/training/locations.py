@@ -76,20 +76,28 @@ def checkpoint_folder(checkpoint: Checkpoint, run: Path) -> Path:
 
 def storage_of(checkpoint: Checkpoint, run: Path, given: ObjectStore | None = None) -> Storage:
     """Return the storage of a run's checkpoints, of which `given` was passed in Python. Raises ConfigError."""
-    section, folder = checkpoint.storage, checkpoint.folder
-    if section is None and folder is not None and is_address(folder):
-        return ObjectStorage(open_store(folder, checkpoint.retry_seconds), id_of_run(run))
-    if section is None:
-        folder_path = checkpoint_folder(checkpoint, run)
-        return LocalStorage(folder_path, id_of_run(run), retry_seconds=checkpoint.retry_seconds)
-    key = "checkpoint.storage.target"
-    if section.target != GIVEN:
-        store = instance("storage", section.target, section.arguments, ObjectStore, key=key)
+    place: str | Path | ObjectStore
+    if (section := checkpoint.storage) is None:
+        folder = checkpoint.folder or ""
+        place = folder if is_address(folder) else checkpoint_folder(checkpoint, run)
+    elif section.target != GIVEN:
+        key = "checkpoint.storage.target"
+        place = instance("storage", section.target, section.arguments, ObjectStore, key=key)
     elif given is not None:
-        store = given
+        place = given
     else:
-        raise ConfigError(Problem("", key, "the checkpoints are in a storage that was passed in Python; pass it again"))
-    return ObjectStorage(UserStore(store), id_of_run(run))
+        why = "the checkpoints are in a storage that was passed in Python; pass it again"
+        raise ConfigError(Problem("", "checkpoint.storage.target", why))
+    return storage_at(place, checkpoint.retry_seconds, id_of_run(run))
+
+
+def storage_at(place: str | os.PathLike[str] | ObjectStore, retry_seconds: float, run: str | None = None) -> Storage:
+    """Return the storage in a folder, at an address, or in an object store."""
+    if not isinstance(place, str | os.PathLike):
+        return ObjectStorage(UserStore(place), run)
+    if is_address(os.fspath(place)):
+        return ObjectStorage(open_store(os.fspath(place), retry_seconds), run)
+    return LocalStorage(Path(place).absolute(), run, retry_seconds=retry_seconds)
 
 
 def find(path: Path | str, *, trusted: bool = False) -> CheckpointLocation:
@@ -197,7 +205,7 @@ def loaded_config(run: Path) -> LoadedConfig:
     """Return the resolved config in a run's folder, and whether this user started the run."""
     from lockstep.config.loading import load
 
-    file = RunFolder.open(run).config
+    file = RunFolder.open(run).path / CONFIG
     return load([file], environ={}, of_runs=[file])
 
 

@@ -20,12 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from lockstep.checkpoint.inspection import verify
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.manifest import CorruptCheckpoint, with_files
 from lockstep.checkpoint.memory_saving import HostPart, MemorySaver, WithMemory, drop, files_of_whole, parts_in
-from lockstep.checkpoint.reading import manifest_bytes, read_manifest
-from lockstep.checkpoint.storage import checkpoint_name, names_by_step
+from lockstep.checkpoint.reading import manifest_bytes, read_manifest, verify
+from lockstep.checkpoint.storage import checkpoint_name, names_by_step, newest_step
 from lockstep.config.writing import plain_yaml, to_public
 from lockstep.core.control_groups import tightest_limit
 from lockstep.core.errors import Failure
@@ -35,7 +34,7 @@ from lockstep.core.phase_clock import Phase
 from lockstep.core.ranks import NODES
 from lockstep.core.records import Request
 from lockstep.monitor.attempts import last_steps, read_attempts
-from lockstep.monitor.folder import RunFolder, is_run
+from lockstep.monitor.folder import CONFIG, RunFolder, is_run
 from lockstep.training.locations import readable_manifest, storage_of
 from lockstep.training.requests import OpenRequest
 from lockstep.training.session import Session, components_of
@@ -85,7 +84,6 @@ class MemorySnapshots:
             memory = None
         self._memory = memory
         self._saver: MemorySaver | None = None
-        self._wait_for_copies: Callable[[], None] | None = None
         self._whole: Collection[int] = ()
         self._has_space = self._has_warned = False
         self._began = time.perf_counter()
@@ -188,7 +186,7 @@ class MemorySnapshots:
                     self._saver = None
                     return
                 self._warn_of_failure(saver)
-                self._wait_for_copies = saver.start(state, self._describe(state), began)
+                self._session.copies.append(saver.start(state, self._describe(state), began))
             except Exception as error:
                 note_location(error, "checkpoint", f"in the snapshot after update {self._session.progress.steps}")
                 raise
@@ -201,12 +199,6 @@ class MemorySnapshots:
             self.take()
             self.finish()
         return all(self._world.axis.gather(self._saver is not None and self._saver.failure is None))
-
-    def before_update(self) -> None:
-        if self._wait_for_copies is not None:
-            with self._world.clock.phase(Phase.SAVE):
-                self._wait_for_copies()
-            self._wait_for_copies = None
 
     def finish(self) -> None:
         """Wait until this rank has written its part of the last snapshot."""
@@ -286,7 +278,7 @@ def after_last_round(
     except Failure:  # the ranks have failed for the same reason
         return result
     text = left_on_host(storage, memory) if on_hosts else _save_newest(config, storage, folder, memory)
-    if not text and result.cut_off and (newest := newest_step(storage)) >= 0:
+    if not text and result.cut_off and (newest := newest_step(storage)) is not None:
         text = f"the state after step {newest:,} is saved in {storage.place}; start it again to resume"
     return replace(result, text="\n".join(filter(None, (result.text, text))))
 
@@ -296,8 +288,8 @@ def left_on_host(storage: Storage, memory: MemoryFolder) -> str:
 
     Nothing happens, and the text is empty, if the storage has a checkpoint that is as new.
     """
-    step = newest_step(snapshots_in(memory.path, None))
-    if step <= newest_step(storage):
+    step, saved = newest_step(snapshots_in(memory.path, None)), newest_step(storage)
+    if step is None or (saved is not None and step <= saved):
         return ""
     memory.leave()
     return (
@@ -306,19 +298,11 @@ def left_on_host(storage: Storage, memory: MemoryFolder) -> str:
     )
 
 
-def newest_step(storage: Storage) -> int:
-    """Return the step of the newest checkpoint; -1 if there is none, or if the storage can't be read."""
-    try:
-        return max(names_by_step(storage.names()), default=-1)
-    except OSError:
-        return -1
-
-
 def _save_newest(config: Config, storage: Storage, folder: Path, memory: MemoryFolder) -> str:
     """Save the newest intact snapshot, if it is newer than all checkpoints; return what to report, empty if nothing."""
     newest, snapshots = newest_step(storage), snapshots_in(memory.path, storage.run)
     for step, name in sorted(names_by_step(snapshots.names()).items(), reverse=True):
-        if step <= newest:
+        if newest is not None and step <= newest:
             break
         if verify(snapshots, name).fault is not None:
             continue
@@ -331,7 +315,7 @@ def _save_newest(config: Config, storage: Storage, folder: Path, memory: MemoryF
                 f"memory, in {memory.path}, from which the same command resumes"
             )
         if not is_run(folder):  # it was deleted or moved: with the config, the same command resumes
-            RunFolder(folder).write_config(plain_yaml(to_public(config)))
+            RunFolder(folder).write(CONFIG, plain_yaml(to_public(config)))
         return f"the state after step {step:,} was in memory, and is saved in {storage.place}; start it again to resume"
     return ""
 

@@ -18,7 +18,7 @@ from lockstep.distributed.memory import memory_gauges
 from lockstep.monitor import history
 from lockstep.monitor.console import Console
 from lockstep.monitor.events import EventLog
-from lockstep.monitor.folder import TRACKERS, RunFolder
+from lockstep.monitor.folder import METRICS, TENSORBOARD, TRACKERS, RunFolder
 from lockstep.monitor.host_gauges import host_gauges
 from lockstep.monitor.jsonl import finite
 from lockstep.monitor.metric_log import MetricLog, collected
@@ -55,7 +55,7 @@ class UserLogs:
 
     def updated(self, step: int) -> tuple[Request, ...]:
         """Return this rank's request to collect, after update `step`, whose report may still be on its way."""
-        if self._log.empty and (not self._taken or all(log.empty for log in self._taken.values())):
+        if not (self._log.entries or any(log.entries for log in self._taken.values())):
             return ()
         if step % self._every == 0:
             self._taken[step] = self._log.take()
@@ -63,9 +63,10 @@ class UserLogs:
 
     def see(self, report: StepReport) -> None:
         """Collect what was logged up to this update, if it is recorded and a rank has requested it."""
-        if left_out := self._session.left_out.take_new():
-            self._monitors.left_out(report.step, left_out)
-        self.show_bad_updates()
+        if self._session.left_out.unseen:
+            self._monitors.left_out(report.step, self._session.left_out.take_new())
+        if self._session.bad_updates.unseen:
+            self.show_bad_updates()
         self._has_entries |= Request.SHOW_LOG in report.requests
         if report.step % self._every:
             return
@@ -99,9 +100,8 @@ class Meters:
         world, seconds = components.world, components.config.monitor.meter_seconds
         self._measures = seconds > 0
         self._collectives = CollectiveMeter(world.clock, world.reduced)
-        self.files: MeterFiles | None = None
-        if self._measures and world.rank == 0:
-            self.files = MeterFiles(folder, world.notices, seconds, world.size)
+        writes = self._measures and world.rank == 0
+        self.files = MeterFiles(folder, world.notices, seconds, world.size) if writes else None
         self._meters = RankMeters(
             world.clock,
             world.notices,
@@ -141,7 +141,7 @@ def make_monitors(
     config: Config, recipe: str, given: UserObjects, folder: Path, checkpoints: Checkpoints, meters: Meters
 ) -> Monitors:
     """Return the monitors of the first rank, and make their files the history that checkpoints refer to."""
-    options, run_folder = config.monitor, RunFolder.open(folder)
+    options, path = config.monitor, RunFolder.open(folder).path
     public, environment = finite(to_public(config)), checkpoints.environment
 
     def tracked(name: str, tracker: Tracker, own_folder: Path, seconds: float = 0.0) -> ReportWriter:
@@ -149,12 +149,12 @@ def make_monitors(
         place = checkpoints.place
         return TrackerMonitor(tracker, name, run, lambda step: f"{place}/step-{step:08d}", options.every, seconds)
 
-    log = EventLog(run_folder.metrics, options.every)
+    log = EventLog(path / METRICS, options.every)
     files, writers = [*log.files], [BackgroundWriter(log)]
     if options.tensorboard:
-        board = TensorBoard(run_folder.tensorboard)
+        board = TensorBoard(path / TENSORBOARD)
         files += board.files
-        writer = tracked("tensorboard", board, run_folder.tensorboard, 0.1)  # more points a second can't be seen
+        writer = tracked("tensorboard", board, path / TENSORBOARD, 0.1)  # more points a second can't be seen
         writers.append(BackgroundWriter(writer, name="TensorBoard"))
     if options.prometheus is not None:
         writers.append(BackgroundWriter(PrometheusEndpoint(options.prometheus)))

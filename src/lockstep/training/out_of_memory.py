@@ -117,18 +117,14 @@ def explain(error: BaseException, factors: MemoryFactors, device: torch.device) 
     smallest = "; smaller micro-batches are impossible" if _is_smallest(factors, phase) else ""
     message = f"out of memory{where}: {need}{free}; this rank's peak was {size(peak_memory(device))}{smallest}."
     advised = advice(factors, phase, requested, limit)
-    too_large = {} if advised.startswith(_TOO_LARGE) else sizes_too_large(error, factors)
+    too_large = {} if advised.startswith(_TOO_LARGE) else sizes_too_large(phase, factors)
     return OutOfMemory(message, advised, too_large)
 
 
-def sizes_too_large(error: BaseException, factors: MemoryFactors) -> dict[str, int]:
+def sizes_too_large(phase: Phase | None, factors: MemoryFactors) -> dict[str, int]:
     """Return the size of micro-batches, by its key, with which memory ran out and smaller ones may do; or nothing."""
-    place = error_location(error)
-    phase = None if place is None else place.phase
     key = _SIZE_KEYS.get(phase or "")
-    if out_of_memory_cause(error) is None or key is None or _is_smallest(factors, phase):
-        return {}
-    return {key: _samples(factors, phase)}
+    return {} if key is None or _is_smallest(factors, phase) else {key: _samples(factors, phase)}
 
 
 def _is_smallest(factors: MemoryFactors, phase: Phase | None) -> bool:
@@ -187,9 +183,6 @@ def _sharding(factors: MemoryFactors) -> str:
 
 
 _SIZE_KEYS = {
-    "forward": "batch.micro_size",
-    "backward": "batch.micro_size",
-    "update": "batch.micro_size",
-    "data": "batch.micro_size",
+    **dict.fromkeys(("forward", "backward", "update", "data"), "batch.micro_size"),
     "evaluation": "evaluation.micro_size",
 }

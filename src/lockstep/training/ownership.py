@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from lockstep.checkpoint.storage import Owner, names_by_step
 from lockstep.config.known_runs import CONFIG, id_of_run
 from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, Failure, Problem
+from lockstep.core.formatting import differing
 from lockstep.core.processes import in_fork, may_fork
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
@@ -52,7 +53,8 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Checkpoint, Config
     from lockstep.distributed.process_group import World
 
-_FOLDER, _BEGUN = "run-folder", "run-begun"  # keys in the launcher's store
+FOLDER, BEGUN = "run-folder", "run-begun"
+"""Keys in the launcher's store."""
 _NO_ID = ("", "none")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _NOT_OF_THE_TRAINING = (
@@ -66,16 +68,16 @@ _OF_OPTIMIZER = ("optim.lr", "optim.weight_decay")  # settings that a custom opt
 # --- the folder of a launch ---------------------------------------------------------------------------------------
 
 
-def kept_folder(world: World) -> Path | None:
-    """Return the folder that earlier ranks of this launch have used, if known. All ranks together."""
+def kept(world: World, key: str) -> str | None:
+    """Return what earlier ranks of this launch have kept, such as the run's `FOLDER`. All ranks together."""
     store = world.launcher_store
-    return Path(store.get(_FOLDER).decode()) if store is not None and store.check([_FOLDER]) else None
+    return store.get(key).decode() if store is not None and store.check([key]) else None
 
 
-def keep_folder(world: World, folder: Path) -> None:
-    """Record the folder for ranks that the launcher starts after these."""
+def keep(world: World, key: str, value: str = "") -> None:
+    """Keep a value for ranks that the launcher starts after these: they resume a run that has `BEGUN`."""
     if world.rank == 0 and world.launcher_store is not None:
-        world.launcher_store.set(_FOLDER, str(folder))
+        world.launcher_store.set(key, value)
 
 
 def folder_of_launch(config: Config, recipe: str, environ: Mapping[str, str] = os.environ) -> Path | None:
@@ -90,17 +92,6 @@ def folder_of_launch(config: Config, recipe: str, environ: Mapping[str, str] = o
     return Path("runs", f"{Path(recipe).stem or 'run'}-{re.sub(r'[^A-Za-z0-9._-]', '-', launch)}").absolute()
 
 
-def mark_begun(world: World) -> None:
-    """Record that the run has begun: ranks that the launcher starts after these resume it."""
-    if world.rank == 0 and world.launcher_store is not None:
-        world.launcher_store.set(_BEGUN, "")
-
-
-def has_begun(world: World) -> bool:
-    """Return whether the launcher starts the ranks of this run again."""
-    return world.launcher_store is not None and world.launcher_store.check([_BEGUN])
-
-
 def resumed(resume: Resume, world: World) -> Resume:
     """Return how a run begins: as the command says, or, after a restart, from its newest checkpoint."""
     store, starts = world.launcher_store, resume.fresh or resume.step is not None or resume.origin is not None
@@ -109,7 +100,7 @@ def resumed(resume: Resume, world: World) -> Resume:
             "--fresh, --from and --fork would start over at each restart: this launcher has no store that outlives its "
             "ranks; unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE, or begin the run once without torchrun"
         )
-    return replace(resume, fresh=False, step=None, origin=None) if has_begun(world) else resume
+    return replace(resume, fresh=False, step=None, origin=None) if kept(world, BEGUN) is not None else resume
 
 
 # --- the owner of checkpoints -------------------------------------------------------------------------------------
@@ -175,22 +166,18 @@ def _probe(checkpoint: Checkpoint) -> None:
         raise ConfigError(Problem("", "checkpoint.folder", why))
 
 
-def refusal_of_storage(
-    config: Config, storage: Storage, folder: Path | None, *, fresh: bool = False, accept_changes: bool = False
-) -> str | None:
+def refusal_of_storage(config: Config, storage: Storage, folder: Path | None, resume: Resume) -> str | None:
     """Return why a run may not keep its checkpoints in a storage: it has another run's. None: it may.
 
-    Args:
-        folder: the run's; None: a session, which continues what an earlier session has saved.
-        accept_changes: a session may continue a run that has other settings.
+    `folder` is the run's; None: a session, which continues what an earlier session has saved.
     """
     occupant = _occupant(storage)
-    if occupant is None or (config.run.folder is None and _is_continued(config, occupant, fresh=fresh)):
+    if occupant is None or (config.run.folder is None and _is_continued(config, occupant, fresh=resume.fresh)):
         return None
     if folder is not None:
         remedy = "give each run a storage of its own, such as another bucket, prefix or file"
         return None if _belongs_to(folder, occupant.owner) else _refusal(storage.place, occupant, remedy)
-    if accept_changes or occupant.owner.folder is None or _trains_alike(config, occupant.newest):
+    if resume.accept_changes or occupant.owner.folder is None or _trains_alike(config, occupant.newest):
         return None
     remedy = "give the session a place of its own; accept_changes=True continues from these"
     return _refusal(storage.place, occupant, remedy)
@@ -198,13 +185,12 @@ def refusal_of_storage(
 
 def other_settings(config: Config, earlier: Config) -> list[str]:
     """Return the settings that affect what is learned and differ, as `optim.lr: 0.1 then, 0.2 now`; without lengths."""
-    then, now = (dict(flat(_of_training(to_public(settings)))) for settings in (earlier, config))
-    keys = dict.fromkeys([*then, *now])
+    differences = differing(*(_of_training(to_public(settings)) for settings in (earlier, config)))
     if config.optim.name == "given":  # the optimizer's own values are recorded where the config has none
         for key in _OF_OPTIMIZER:
             if key.removeprefix("optim.") not in config.optim.model_fields_set:
-                keys.pop(key, None)
-    return [f"{key}: {then.get(key)} then, {now.get(key)} now" for key in keys if then.get(key) != now.get(key)]
+                differences.pop(key, None)
+    return [f"{key}: {then} then, {now} now" for key, (then, now) in differences.items()]
 
 
 def _refuse_taken_fork(checkpoint: Checkpoint, folder: Path) -> None:
@@ -243,11 +229,8 @@ def _occupant(storage: Storage) -> _Occupant | None:
     names = names_by_step(storage.names())
     if not names:
         return None
-    owner, manifests = (
-        storage.owner(),
-        (readable_manifest(storage, names[step]) for step in sorted(names, reverse=True)),
-    )
-    newest = next(filter(None, manifests), None)
+    manifests = (readable_manifest(storage, names[step]) for step in sorted(names, reverse=True))
+    owner, newest = storage.owner(), next(filter(None, manifests), None)
     if owner is None and newest is not None:  # checkpoints that were copied without their owner.json
         owner = Owner(newest.run, None, "a run")
     return _Occupant(owner, newest) if owner is not None else None
@@ -295,22 +278,12 @@ def _of_training(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested sections by their keys."""
-    if not isinstance(value, Mapping) or not value:
-        yield key, value
-        return
-    for name, part in value.items():
-        yield from flat(part, f"{key}.{name}" if key else name)
-
-
 def refuse_other_run(session: Session, storage: Storage, home: Path | None, resume: Resume) -> None:
     """Raise ConfigError if the storage has another run's checkpoints; `home` is the run's folder, None: a session."""
     config, axis = components_of(session).config, components_of(session).world.axis
     if home is not None and isinstance(storage, LocalStorage):
         return
-    options = {"fresh": resume.fresh, "accept_changes": resume.accept_changes}
-    refusal = from_first_rank(axis, partial(refusal_of_storage, config, storage, home, **options))
+    refusal = from_first_rank(axis, partial(refusal_of_storage, config, storage, home, resume))
     if refusal is not None:
         key = "checkpoint.storage" if config.checkpoint.storage is not None else "checkpoint.folder"
         raise ConfigError(Problem("", "" if home is None else key, refusal))

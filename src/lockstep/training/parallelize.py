@@ -338,25 +338,13 @@ def _materialized(builder: Builder, context: ShardingContext, whole: WholeModel)
         return sharding
     strategy = find_strategy(context.plan.strategy)
     offloaded = builder.shard is not None and strategy.offloads(strategy.options_of(config.parallel))
-    materialize(context.model, whole, device, move=builder.shard is None, offloaded=offloaded)
-    return builder.build(context)
-
-
-def materialize(
-    model: nn.Module, whole: WholeModel, device: torch.device, *, move: bool, offloaded: bool = False
-) -> None:
-    """Give the parameters memory and, unless that is deferred, values, each rank those that it holds.
-
-    Args:
-        move: Whether to move the model to the device; a strategy moves parameters that it shards itself.
-        offloaded: Whether the host holds the parameters.
-    """
     if whole.meta is not None:
         whole.meta.allocate(device, offloaded=offloaded)
         if not whole.deferred:
-            whole.draw(model)
-    if move:
-        model.to(device)
+            whole.draw(context.model)
+    if builder.shard is None:  # else it moves parameters itself
+        context.model.to(device)
+    return builder.build(context)
 
 
 def computed_objective(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.core import checksums
 from lockstep.core.errors import RunFailed
-from lockstep.core.files import flush
+from lockstep.core.files import flush, replace_folder, temporary
 from lockstep.distributed.collectives import from_first_rank
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.transformers_models import converts_weights, is_transformers_model, own_classes, quiet
@@ -34,9 +34,7 @@ from lockstep.training.weights import (
     INDEX,
     MODEL,
     complete_for_transformers,
-    replace_folder,
     shapes_in,
-    temporary,
     tokenizer_of,
     write_tensors,
 )

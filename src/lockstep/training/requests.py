@@ -24,19 +24,19 @@ class OpenRequest:
     """A request by the clock, made once until it is followed: votes, and on GPUs their results, come an update late."""
 
     def __init__(self) -> None:
-        self._updates_left = 0
+        self.updates_left = 0
 
     def is_made(self, *, due: bool) -> bool:
         """Return whether to make it now; called once an update."""
-        self._updates_left = max(0, self._updates_left - 1)
-        if not due or self._updates_left:
+        self.updates_left = max(0, self.updates_left - 1)
+        if not due or self.updates_left:
             return False
-        self._updates_left = _LOST_AFTER
+        self.updates_left = _LOST_AFTER
         return True
 
     def close(self) -> None:
         """Note that it was followed, or refused."""
-        self._updates_left = 0
+        self.updates_left = 0
 
 
 class Trigger:
@@ -60,7 +60,8 @@ class Trigger:
         if self._seconds == math.inf:
             return ()
         is_due = time.monotonic() - self._began >= self._seconds
-        return (self._request,) if self._open.is_made(due=is_due) else ()
+        is_asked = (is_due or self._open.updates_left) and self._open.is_made(due=is_due)
+        return (self._request,) if is_asked else ()
 
     def follows(self, before: Progress, now: Progress, requests: Collection[Request] = ()) -> bool:
         """Return whether it follows the update between `before` and `now`, or was requested of all ranks."""

@@ -29,33 +29,12 @@ from lockstep.training.memory_snapshots import snapshots_in
 from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
-    import torch
-
-    from lockstep.checkpoint.saving import RunMetadata
     from lockstep.checkpoint.storage import Storage
     from lockstep.core.records import SaveReport, TrainingState
     from lockstep.training.session import Session
 
 
 _OTHER_WRITES_S = 30.0  # for another rank to write the state that all have
-
-
-def save_whole(
-    memory: Path, state: TrainingState, metadata: StepMetadata, run: RunMetadata, device: torch.device
-) -> bool:
-    """Save a state without a collective; return whether it is in memory. Of several ranks that do, one writes."""
-    storage, name = snapshots_in(memory, run.run), checkpoint_name(metadata.step)
-    try:
-        Path(storage.place).mkdir(exist_ok=True)  # this may be the first snapshot
-        with storage.try_lock(f"whole-{name}") as is_first:
-            if is_first and name not in storage.names():
-                saver = MemorySaver(storage.with_separate_drafts(), LocalGroup(), device, run)
-                saver.start(state, metadata, time.perf_counter())
-                saver.finish()
-            seconds = 0.0 if is_first else _OTHER_WRITES_S
-            return poll(lambda: name in storage.names(), time.monotonic() + seconds)
-    except OSError:  # memory is full
-        return False
 
 
 @contextmanager
@@ -127,32 +106,40 @@ class Rescue:
         return self._save_together() if together else self._save_alone()
 
     def _save_in_memory(self) -> bool:
-        """Return whether this rank has the whole state, and it is in memory now."""
+        """Return whether this rank has the whole state, and it is in memory now. Of several such ranks, one writes."""
         if (
             self.session.failure_state.fails_together
             or not self._has_whole_state()
             or self._inconsistency() is not None
-        ):
-            return False
-        if (
-            self.memory is None
+            or self.memory is None
             or self.session.progress.steps in self._saved_steps()
             or self._missing_best() is not None
         ):
             return False
         state, device = self.session.state(synchronized=False), components_of(self.session).world.device
-        return save_whole(self.memory, state, self.metadata(state), self.saver.run_metadata, device)
+        metadata, run = self.metadata(state), self.saver.run_metadata
+        storage, name = snapshots_in(self.memory, run.run), checkpoint_name(metadata.step)
+        try:
+            Path(storage.place).mkdir(exist_ok=True)  # this may be the first snapshot
+            with storage.try_lock(f"whole-{name}") as is_first:
+                if is_first and name not in storage.names():
+                    saver = MemorySaver(storage.with_separate_drafts(), LocalGroup(), device, run)
+                    saver.start(state, metadata, time.perf_counter())
+                    saver.finish()
+                seconds = 0.0 if is_first else _OTHER_WRITES_S
+                return poll(lambda: name in storage.names(), time.monotonic() + seconds)
+        except OSError:  # memory is full
+            return False
 
     def _inconsistency(self) -> str | None:
         return self.session.failure_state.inconsistency(components_of(self.session).sharding.state.model)
 
     def _has_whole_state(self) -> bool:
         """Return whether this rank has the whole state, and no part of it differs between ranks."""
-        plan = components_of(self.session).plan
+        components = components_of(self.session)
+        plan, own = components.plan, generators.states(components.world.rank)
         if not find_strategy(plan.strategy).holds_everything or plan.mesh.ranks != plan.mesh.data:
             return False
-        components = components_of(self.session)
-        own = generators.states(components.world.rank)
         return not own and not components.sharding.state.live_state().changes_in_forward
 
     def _saved_steps(self) -> Collection[int]:

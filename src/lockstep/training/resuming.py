@@ -23,7 +23,7 @@ from lockstep.config.schema import Run
 from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, Failure, RunFailed
 from lockstep.core.failure_kinds import FailureKind
-from lockstep.core.formatting import listed
+from lockstep.core.formatting import differing, listed
 from lockstep.core.progress import Progress
 from lockstep.core.records import LeftOutSample
 from lockstep.distributed.rounds import poll
@@ -122,7 +122,9 @@ def changes(manifest: Manifest, config: Config, data: Mapping[str, Any]) -> list
     keys = [*_RUN_KEYS]
     if _value(manifest.config, "schedule.kind") == "given":  # one that was passed in Python was perhaps forgotten
         keys.append("schedule.kind")
-    lines = [line for key in keys for line in _differences(key, _value(manifest.config, key), _value(current, key))]
+    then, now = ({key: _value(config, key) for key in keys} for config in (manifest.config, current))
+    pairs = differing(then, now).items()
+    lines = [f"{key}: {json.dumps(before)} then, {json.dumps(after)} now" for key, (before, after) in pairs]
     saved = manifest.state.get("data", {})
     if not any(line.startswith("data.") for line in lines):
         lines += [
@@ -138,16 +140,6 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
-
-
-def _differences(key: str, then: Any, now: Any) -> list[str]:
-    if then == now:
-        return []
-    if isinstance(then, Mapping) and isinstance(now, Mapping):
-        return [
-            line for name in {**then, **now} for line in _differences(f"{key}.{name}", then.get(name), now.get(name))
-        ]
-    return [f"{key}: {json.dumps(then)} then, {json.dumps(now)} now"]
 
 
 @dataclass(frozen=True, slots=True)

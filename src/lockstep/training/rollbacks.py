@@ -142,9 +142,8 @@ def leave_out_windows(rollbacks: Iterable[Rollback], components: Components, lef
     notes = []
     for rollback in rollbacks:
         samples = components.loader.samples_between(rollback.first, rollback.last)
-        reason = f"{BAD_NUMBERS}update {rollback.update:,} had {rollback.what}; the run went back"
-        left_out.source.leave_out(dict.fromkeys(samples, reason))
         bad = f"update {rollback.update:,} had {rollback.what}"
+        left_out.source.leave_out(dict.fromkeys(samples, f"{BAD_NUMBERS}{bad}; the run went back"))
         notes.append(f"{len(samples):,} samples are left out since {bad} ({LOGS}/{_FILE} in the run's folder)")
     return notes
 

@@ -47,13 +47,8 @@ class ReplicaCheck:
     every: int | None
     _compared_at: int = -1
 
-    def follow(self) -> None:
-        """Compare after the update that has ended, if that is scheduled; all ranks together."""
-        if self.every is not None and self.session.progress.steps % self.every == 0:
-            self.compare()
-
     def compare(self) -> None:
-        """Compare before a save, unless that was done after this update; all ranks together. Raises ReplicasDiffer."""
+        """Compare, unless that was done after this update; all ranks together. Raises ReplicasDiffer."""
         components, step = components_of(self.session), self.session.progress.steps
         if self.every is None or components.world.size == 1 or self._compared_at == step:
             return
@@ -154,14 +149,14 @@ class _Loop:
         for before in updates_of(session, self.is_followed) if early_stopping.reason is None else ():
             own = [*self.user_logs.updated(before.steps + 1)]
             requests = self._show(session.reports)
-            own += (*self.signals.requests(), *evaluations.requests())
+            own += (*self.signals.requests(), *evaluations.trigger.requests())
             own += (*checkpoints.requests(), *self.profiler.requests())
             if own:
                 session.request(own)
             if ended := checkpoints.outcomes():
                 self.report_saves(ended)
-            if self.replicas.every is not None:
-                self.replicas.follow()
+            if (every := self.replicas.every) is not None and session.progress.steps % every == 0:
+                self.replicas.compare()
             if self.follow(before, requests):
                 return True
             self.profiler.updated(session.progress.steps)
@@ -173,8 +168,9 @@ class _Loop:
 
     def is_followed(self, before: Progress) -> bool:
         """Return whether something that needs the report is scheduled after the update that began at `before`."""
-        is_scheduled = self.checkpoints.evaluations.due or self.checkpoints.is_due(before)
-        return self.session.finished or is_scheduled or self.checkpoints.snapshots.is_due()
+        checkpoints, now = self.checkpoints, self.session.progress
+        is_scheduled = checkpoints.evaluations.due or checkpoints.trigger.follows(before, now)
+        return self.session.finished or is_scheduled or checkpoints.snapshots.is_due()
 
     def _show(self, reports: Iterable[StepReport]) -> set[Request]:
         """Show what has arrived; return the requests of all ranks in it."""
@@ -198,7 +194,8 @@ class _Loop:
             requests |= self._show(session.reports)
         if checkpoints.evaluations.due:
             self._evaluate()
-        saves = checkpoints.evaluations.is_best or checkpoints.is_due(before, requests)
+        is_due = checkpoints.trigger.follows(before, session.progress, requests)
+        saves = checkpoints.evaluations.is_best or is_due
         self.is_ended = Request.STOP in requests and not session.finished
         stops = Request.PAUSE in requests
         if stops or (saves and not session.finished):  # at the end, the last evaluation is saved with the state

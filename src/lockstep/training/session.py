@@ -26,7 +26,7 @@ from lockstep.core.formatting import listed
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase
 from lockstep.core.progress import Progress, running
-from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState
+from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepReport, TrainingState, Verdict
 from lockstep.distributed import generators
 from lockstep.distributed.consensus import FIRST_REQUEST, FIRST_TALLY, gradients_agree, requests_in
 from lockstep.distributed.user_collectives import print_once
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.core.protocols import ObjectStore
-    from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.monitor.metric_log import Logged
     from lockstep.plan.batch import BatchPlan
     from lockstep.resilience.verdicts import Limits
@@ -79,17 +78,13 @@ def note_changed_buffers(before: BufferSnapshot | None, micro_batches: int) -> N
         )
 
 
-def reported_counts(batch: GlobalBatch, position: MeshPosition) -> tuple[float, int]:
-    """Return valid targets and tokens of a batch; 0 where another rank with the same samples counts them."""
-    return (batch.count, batch.tokens) if position.reports_counts else (0, 0)
-
-
 class Session:
     """A run on one rank, between two updates. Iterating over it trains, and yields a report per update.
 
     Attributes:
         progress: attempted updates and the data that they consumed, identical on every rank.
         reports, left_out, bad_updates, saves, failure_state: for Lockstep's own run loop.
+        copies: wait for copies of the state that saves are making, which must end before it changes.
     """
 
     def __init__(self, components: Components) -> None:
@@ -100,6 +95,7 @@ class Session:
         self._ledger = Ledger(components.world.size, order_of(components))
         self.left_out = LeftOutSamples(components)
         self.saves = Saves()
+        self.copies: list[Callable[[], None]] = []
         buffers = BufferSnapshot(components.sharding.state.model)
         self.failure_state = FailureState(components.world.size == 1, buffers if buffers.names else None)
         self.bad_updates = BadUpdates(components, self._verdicts, self.failure_state)
@@ -144,7 +140,8 @@ class Session:
         except UnusableSamples as error:
             raise with_remedy(error) from error.__cause__
         self.left_out.begin(batch, self.failure_state)
-        count, tokens = self._components.consensus.announce(*reported_counts(batch, self._components.position))
+        counts = (batch.count, batch.tokens) if self._components.position.reports_counts else (0, 0)
+        count, tokens = self._components.consensus.announce(*counts)
         self._count = count
         self._components.readback.start(int(tokens))
         self._batch = batch  # at the end: an interrupted call is repeated
@@ -181,8 +178,30 @@ class Session:
 
     def accumulate(self, batch: GlobalBatch) -> None:
         """Run forward and backward of this rank's micro-batches; the vote is opened in between."""
+        components, running.progress = self._components, self.progress
         try:
-            self._accumulate(batch)
+            if self.failure_state.updating:
+                self.failure_state.refuse_half_update(self.saves)
+            if self.failure_state.accumulating:
+                self.failure_state.discard_attempt(components.sharding, self._rate)  # interrupted, and is repeated
+            self.failure_state.begin_forward()
+            if components.sharding.updates_in_backward:
+                DEFERRAL.begin()  # until commit ends
+                self.failure_state.updating = True
+                finish_copies(self)
+            components.sharding.step.begin_update(batch.samples, self._rate)
+            count = self._count  # with class weights it may be below 1; 0: no valid target, and the sum is 0
+            self._divisor = (count or 1.0) if isinstance(count, float) else count.masked_fill(count == 0, 1.0)
+            seed_scale = components.scaler.scale / self._divisor
+            if batch.step & (batch.step - 1):  # not one of those that are watched
+                components.engine.accumulate(batch, seed_scale, self._open_vote)
+            else:
+                self._parameters.accumulate(partial(components.engine.accumulate, batch, seed_scale, self._open_vote))
+            if list(map(REQUIRES_GRAD, self._parameters.held)) != self._parameters.trained:
+                raise self._parameters.thawed()
+            if batch.step == 0:
+                refuse_unused(components)
+                note_changed_buffers(self.failure_state.buffers, len(batch.micro_batches))
         except BaseException:
             DEFERRAL.end()
             raise
@@ -197,9 +216,40 @@ class Session:
         Returns:
             This update's report, on its way: `result()` waits for its numbers if they are still on a GPU.
         """
+        components, upcoming = self._components, self._upcoming
+        assert upcoming is not None, "commit() comes after accumulate()"
+        step, scale, clock = components.sharding.step, components.scaler.scale, components.world.clock
         DEFERRAL.begin()
         try:
-            return self._commit()
+            clock.enter(Phase.OPTIMIZER)
+            before, rate = self.progress, self._rate()
+            batch, count = self._batch, self._count
+            assert batch is not None, "batches() begins the session"
+            outcome = components.consensus.close(step.squared_norm)
+            norm = outcome.squared_norm**0.5 / scale
+            decision = self._verdicts.decide(batch.step + 1, outcome.loss_sum, self._divisor, norm)
+            self.failure_state.updating = True
+            if self.copies:
+                finish_copies(self)
+            try:
+                step.update(rate, clip_divisor(norm, components.config.optim.clip_norm, scale), decision.keep)
+            except Exception as error:
+                note_location(error, "update", f"in the optimizer's step of update {batch.step + 1}")
+                raise
+            components.scaler.update(decision.finite)
+            clock.enter(Phase.HOST)
+            tokens = self.reports.tokens()
+            self.progress = running.progress = before.advance(batch.samples, tokens)
+            reporter = partial(self._report, batch, self.progress, rate, tokens, decision.limits)
+            self.bad_updates.losses.append((before, components.engine.losses))
+            pending = self.reports.push(outcome, (norm, decision.keep, scale, count), reporter)
+            self._batch, self._count, self._upcoming = upcoming, outcome.next_count, None
+            self.failure_state.updated(decision.keep)
+            if not batch.step & (batch.step + 1):
+                self._parameters.updated()
+            self.reports.receive()
+            clock.updated()
+            return pending
         finally:
             DEFERRAL.end()
 
@@ -293,64 +343,6 @@ class Session:
 
     # --- parts of an update -------------------------------------------------------------------------------------
 
-    def _accumulate(self, batch: GlobalBatch) -> None:
-        components, running.progress = self._components, self.progress
-        if self.failure_state.updating:
-            self.failure_state.refuse_half_update(self.saves)
-        if self.failure_state.accumulating:
-            self.failure_state.discard_attempt(components.sharding, self._rate)  # an interrupted one, to be repeated
-        self.failure_state.begin_forward()
-        if components.sharding.updates_in_backward:
-            DEFERRAL.begin()  # until commit ends
-            self.failure_state.updating = True
-            self.saves.before_update()
-        components.sharding.step.begin_update(batch.samples, self._rate)
-        count = self._count  # with class weights it may be below 1; 0: no valid target, and the sum is 0
-        self._divisor = (count or 1.0) if isinstance(count, float) else count.masked_fill(count == 0, 1.0)
-        seed_scale = components.scaler.scale / self._divisor
-        if batch.step & (batch.step - 1):  # not one of those that are watched
-            components.engine.accumulate(batch, seed_scale, self._open_vote)
-        else:
-            self._parameters.accumulate(partial(components.engine.accumulate, batch, seed_scale, self._open_vote))
-        if list(map(REQUIRES_GRAD, self._parameters.held)) != self._parameters.trained:
-            raise self._parameters.thawed()
-        if batch.step == 0:
-            refuse_unused(components)
-            note_changed_buffers(self.failure_state.buffers, len(batch.micro_batches))
-
-    def _commit(self) -> PendingReport:
-        components, upcoming = self._components, self._upcoming
-        assert upcoming is not None, "commit() comes after accumulate()"
-        step, scale, clock = components.sharding.step, components.scaler.scale, components.world.clock
-        clock.enter(Phase.OPTIMIZER)
-        before, rate = self.progress, self._rate()
-        batch, count = self._batch, self._count
-        assert batch is not None, "batches() begins the session"
-        outcome = components.consensus.close(step.squared_norm)
-        norm = outcome.squared_norm**0.5 / scale
-        decision = self._verdicts.decide(batch.step + 1, outcome.loss_sum, self._divisor, norm)
-        self.failure_state.updating = True
-        self.saves.before_update()
-        try:
-            step.update(rate, clip_divisor(norm, components.config.optim.clip_norm, scale), decision.keep)
-        except Exception as error:
-            note_location(error, "update", f"in the optimizer's step of update {batch.step + 1}")
-            raise
-        components.scaler.update(decision.finite)
-        clock.enter(Phase.HOST)
-        tokens = self.reports.tokens()
-        self.progress = running.progress = before.advance(batch.samples, tokens)
-        reporter = partial(self._report, batch, self.progress, rate, tokens, decision.limits)
-        self.bad_updates.updated(before)
-        pending = self.reports.push(outcome, (norm, decision.keep, scale, count), reporter)
-        self._batch, self._count, self._upcoming = upcoming, outcome.next_count, None
-        self.failure_state.updated(decision.keep)
-        if not batch.step & (batch.step + 1):
-            self._parameters.updated()
-        self.reports.receive()
-        clock.updated()
-        return pending
-
     def _report(
         self, batch: GlobalBatch, progress: Progress, rate: float, tokens: int, limits: Limits,
         slots: list[float], norm: float, keep: bool, scale: float, count: float,
@@ -391,30 +383,27 @@ class Session:
             enter = self._components.world.clock.enter
             before = enter(Phase.DATA)
             try:
-                self._upcoming = self._next_batch(self._batches)
+                self._upcoming = next(self._batches)
+            except (Stopped, KeyboardInterrupt, SystemExit):  # it has ended the iterator; the call may be repeated
+                progress = self.progress.advance(self._batch.samples, 0)
+                self._batches = self._components.loader.updates(progress)
+                raise
+            except Exception as error:  # all ranks finish the current update, and learn of it
+                self._failure = with_remedy(error)
+                self.request((Request.FAIL,))
+                self._upcoming = replace(self._batch, count=0, tokens=0)
             finally:
                 enter(before)
             if self._upcoming.left_out:
                 self.request(self.left_out.fetched(self._upcoming))
         position = self._components.position
-        tallies = (float(self._batch.digest) if position.reports_counts else 0.0, *self.saves.status())
+        digest, count, tokens = self._batch.digest, self._upcoming.count, self._upcoming.tokens
+        if not position.reports_counts:  # another rank with the same samples does
+            digest, count, tokens = 0, 0.0, 0
+        tallies = (float(digest), *self.saves.status())
         loss_sum = loss_sum if position.reports_loss else loss_sum.new_zeros(())
-        self._components.consensus.open(loss_sum, *reported_counts(self._upcoming, position), tallies, self._requests)
+        self._components.consensus.open(loss_sum, count, tokens, tallies, self._requests)
         self._requests.clear()
-
-    def _next_batch(self, batches: Iterator[GlobalBatch]) -> GlobalBatch:
-        """Return the next update's batch. If its data fails, all ranks finish the current update and learn of it."""
-        current = self._batch
-        assert current is not None, "batches() begins the session"
-        try:
-            return next(batches)
-        except (Stopped, KeyboardInterrupt, SystemExit):  # it has ended the iterator; `accumulate` may be repeated
-            self._batches = self._components.loader.updates(self.progress.advance(current.samples, 0))
-            raise
-        except Exception as error:
-            self._failure = with_remedy(error)
-            self.request((Request.FAIL,))
-            return replace(current, count=0, tokens=0)
 
     def _receive(self, report: StepReport) -> None:
         if report.requests:
@@ -424,7 +413,8 @@ class Session:
                 self._failure = self._failure or failure
             if Request.LEFT_OUT in report.requests:
                 self.left_out.exchange(self.failure_state)
-        self.bad_updates.receive(report)
+        if report.verdict is not Verdict.KEPT or not report.count or report.spike:
+            self.bad_updates.receive(report)
 
     def _rate(self) -> float:
         plan = self._components.plan
@@ -462,10 +452,18 @@ def ledger_of(session: Session) -> Ledger:
     return session._ledger
 
 
+def finish_copies(session: Session) -> None:
+    """Return once parameters and optimizer state may change."""
+    while session.copies:
+        with session._components.world.clock.phase(Phase.SAVE):
+            session.copies[-1]()
+        session.copies.pop()
+
+
 @contextmanager
 def evaluation_weights(session: Session) -> Iterator[None]:
     """Give parameters the values that the optimizer has for evaluation while the block runs."""
-    session.saves.before_update()
+    finish_copies(session)
     session._parameters.forget()  # they may have other values until the block ends
     with components_of(session).sharding.state.evaluation():
         yield

@@ -16,10 +16,10 @@ from lockstep.core.errors import ConfigError, OutOfMemory, Problem
 from lockstep.core.modes import in_training
 from lockstep.core.out_of_memory import error_location, out_of_memory_cause
 from lockstep.core.protocols import EvaluatedObjective, Source
-from lockstep.core.records import DataFacts
+from lockstep.core.records import LANGUAGE_MODEL, DataFacts
 from lockstep.data.custom import ItemReading, adapt_dataset
 from lockstep.data.loader import first_batch
-from lockstep.data.sources import LANGUAGE_MODEL, PreparedSource, open_source, renamed_inputs, skipping
+from lockstep.data.sources import PreparedSource, open_source, renamed_inputs, skipping
 from lockstep.models.build import build_model, sketch_model
 from lockstep.models.building_objectives import adapt_objective, build_objective, objective_kind, repeats_inputs
 from lockstep.models.heads import Head, head_of, preparation, taking_targets
@@ -32,7 +32,7 @@ from lockstep.training.evaluate import evaluation_named
 from lockstep.training.user_objects import UserObjects, not_given
 
 if TYPE_CHECKING:
-    from lockstep.config.schema import Config, DataSource, ObjectiveConfig
+    from lockstep.config.schema import Config, DataSource
     from lockstep.core.records import Batch
 
 Sources = tuple[Source, dict[str, Source]]
@@ -129,11 +129,10 @@ def make_objective(
         if taking is not None:  # as in nanoGPT: forward(idx, targets=None) -> (logits, loss)
             loss = ModelLoss(OF_USERS_MODEL, shift=False, summed=False, decomposes=False)
             return loss, *prepared(sources, taking)
-    objective = _objective(config, train.facts, given, model, head, aligned=False)
-    if (
-        _users_objective(config.objective, given) is None
-        and objective_kind(config.objective, config.model, train.facts, head) == "next-token"
-    ):
+    of_user = "objective.target" if config.objective.kind == "custom" else None
+    key = of_user if given.objective is None else "objective"
+    aligned = False
+    if key is None and objective_kind(config.objective, config.model, train.facts, head) == "next-token":
         aligned = _aligned(config.data.train, train, head)
         for name, source in evaluation.items():
             with evaluation_named(name):
@@ -141,29 +140,21 @@ def make_objective(
             if not alike:
                 why = "its targets and those of data.train aren't shifted alike against the inputs; make them alike"
                 raise ConfigError(Problem("", f"data.evaluation.{name}", why))
-        if aligned:
-            objective = _objective(config, train.facts, given, model, head, aligned=True)
+    objective = _objective(config, train.facts, given, head, aligned=aligned)
+    if key is not None:
+        objective = CheckedObjective.of(objective, model, key)
     prepare = preparation(head, with_labels=isinstance(objective, ModelLoss)) if head is not None else None
     return objective, *(sources if prepare is None else prepared(sources, prepare))
 
 
 def _objective(
-    config: Config, facts: DataFacts, given: UserObjects, model: nn.Module, head: Head | None, *, aligned: bool
+    config: Config, facts: DataFacts, given: UserObjects, head: Head | None, *, aligned: bool
 ) -> EvaluatedObjective:
     if given.objective is None and config.objective.kind == "given":
         raise not_given("objective", "an object with `count` and `loss_sum`", None)
-    key = _users_objective(config.objective, given)
     if given.objective is not None:
-        objective = adapt_objective(given.objective)
-    else:
-        objective = build_objective(config.objective, config.model, facts, head, aligned=aligned)
-    return objective if key is None else CheckedObjective.of(objective, model, key)
-
-
-def _users_objective(objective: ObjectiveConfig, given: UserObjects) -> str | None:
-    if given.objective is not None:
-        return "objective"
-    return "objective.target" if objective.kind == "custom" else None
+        return adapt_objective(given.objective)
+    return build_objective(config.objective, config.model, facts, head, aligned=aligned)
 
 
 def task_of(config: Config, model: nn.Module | None) -> tuple[str | None, str | None]:

@@ -21,7 +21,7 @@ from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.writing import to_plain
 from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
 from lockstep.core.failure_kinds import FailureKind
-from lockstep.core.formatting import counted
+from lockstep.core.formatting import counted, flat
 from lockstep.core.nodes import is_elastic, node_range
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import names_a_rank
@@ -46,7 +46,7 @@ from lockstep.training.job import Job, run_job
 from lockstep.training.locations import CheckpointLocation, choose, readable_manifest, run_config, storage_of
 from lockstep.training.memory_snapshots import after_last_round, left_on_host, snapshots_in
 from lockstep.training.out_of_memory import advice, memory_factors
-from lockstep.training.ownership import flat, other_settings, run_folder_for
+from lockstep.training.ownership import other_settings, run_folder_for
 from lockstep.training.resuming import Resume, epoch_samples_in
 from lockstep.training.user_objects import UserObjects, refuse_given
 
@@ -227,10 +227,10 @@ def has_nothing_to_train(config: Config, folder: Path, given: ObjectStore | None
     then = run_config(folder)
     if all(getattr(then.run, length) == getattr(config.run, length) for length in LENGTHS):
         if finished:
-            if _early_end(folder) and then.monitor.early_stopping != config.monitor.early_stopping:
+            reason = (read_summary(folder) or {}).get("stopped_early")
+            if reason and then.monitor.early_stopping != config.monitor.early_stopping:
                 return False
             _refuse_other_settings(config, folder)
-            reason = _early_end(folder)
             early = f": it ended early, since {reason}" if reason else ""
             longer = "to train it further, give it a longer run.steps (or epochs, ...); --fresh starts over"
             _echo_once(f"the run in {folder} is finished{early}; {longer}")
@@ -242,10 +242,6 @@ def has_nothing_to_train(config: Config, folder: Path, given: ObjectStore | None
         raise ConfigError(too_long)
     _echo_once(too_long)
     return True
-
-
-def _early_end(folder: Path) -> str:
-    return str((read_summary(folder) or {}).get("stopped_early", ""))
 
 
 def _echo_once(message: str) -> None:
@@ -301,12 +297,13 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
     def stop() -> None:
         if result is unended:
             text = "stopped before its ranks started"
-            append_ends(folder.logs, 0, [], [], LaunchResult(FailureKind.STOPPED, text), {})
+            append_ends(logs, 0, [], [], LaunchResult(FailureKind.STOPPED, text), {})
         leave()
 
     with ExitStack() as stack:
         with blocked_signals(forks=True):  # no stop comes between creating the folder and what would undo it
             folder = RunFolder.create(path, job.recipe, again=True)
+            logs = folder.path / LOGS
             memory = MemoryFolder.make(folder.path, hosts=0 if hosts is None else len(hosts.world))
             stack.enter_context(undo_on_stop(stop))
         job = replace(job, memory=memory.path if memory is not None else None)
@@ -319,7 +316,7 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
                 hosts.open_folder(folder.path, decision_of(entry))
             import_on_cpu(job.config)
             ended = launch(
-                entry, number, job.config.launch, folder.logs, preload=ahead, remedy=remedy, hosts=hosts,
+                entry, number, job.config.launch, logs, preload=ahead, remedy=remedy, hosts=hosts,
                 supervisor=_rounds(job, sizes, folder, hosts), watchdog=job.config.recovery.watchdog,
             )  # fmt: skip
             if memory is not None:
@@ -328,7 +325,7 @@ def launch_job(job: Job, ranks: int | Literal["auto"], hosts: Hosts | None = Non
                 )
             result = ended
         except Failure as failure:
-            append_ends(folder.logs, 0, [], [], LaunchResult.of(failure), {})
+            append_ends(logs, 0, [], [], LaunchResult.of(failure), {})
             raise
         finally:
             leave()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.strategies.registry import find_strategy
 from lockstep.training.session import components_of, evaluation_weights
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from lockstep.config.schema import DataSource, Model
+    from lockstep.core.records import DataFacts
     from lockstep.training.session import Session
 
-DEFAULT_CONTEXT = 1024  # tokens, where the data doesn't show the model's
+_DEFAULT_CONTEXT = 1024  # tokens, where the data doesn't show the model's
 _SAMPLE_TOKENS = 200
 _BY_YOURSELF = "load the weights in `model` of the run's folder into your module, and generate with that"
 
@@ -64,10 +67,16 @@ def codec_of(model: Model, data: DataSource) -> Codec:
     raise ConfigError(f"data of kind {data.kind} has no known tokenizer, so no prompt can be continued: {_BY_YOURSELF}")
 
 
-def sample(session: Session, prompt: str) -> str:
-    """Return the prompt with the model's continuation, or with why there is none; all ranks together, same result."""
+def continuation(codec: Codec, model: nn.Module, prompt: str, tokens: int, facts: DataFacts, **options: Any) -> str:
+    """Return at most N tokens that continue a prompt; `options` as of `generate`."""
     from lockstep.models.generation import generate
 
+    context = facts.tokens_per_sample or _DEFAULT_CONTEXT
+    return codec.decode(generate(model, codec.encode(prompt), tokens, context=context, end=codec.end, **options))
+
+
+def sample(session: Session, prompt: str) -> str:
+    """Return the prompt with the model's continuation, or with why there is none; all ranks together, same result."""
     components, config = components_of(session), components_of(session).config
     codec, plan = codec_of(config.model, config.data.train), components.plan
     if plan.mesh.pipeline > 1:
@@ -75,16 +84,9 @@ def sample(session: Session, prompt: str) -> str:
     shards = find_strategy(plan.strategy).variant(config.parallel).state.parameters
     try:
         with evaluation_weights(session):
-            tokens = generate(
-                components.sharding.state.model,
-                codec.encode(prompt),
-                _SAMPLE_TOKENS,
-                temperature=0.8,
-                seed=config.run.seed,
-                context=components.source.facts.tokens_per_sample or DEFAULT_CONTEXT,
-                end=codec.end,
-                is_whole=not shards and plan.mesh.tensor * plan.mesh.context == 1,
-            )
+            model, facts = components.sharding.state.model, components.source.facts
+            is_whole = not shards and plan.mesh.tensor * plan.mesh.context == 1
+            options = {"temperature": 0.8, "seed": config.run.seed, "is_whole": is_whole}
+            return prompt + continuation(codec, model, prompt, _SAMPLE_TOKENS, facts, **options)
     except RunFailed as failure:  # must not fail a run that is finished
         return f"{prompt}: {failure}"
-    return prompt + codec.decode(tokens)

@@ -12,18 +12,16 @@ Files and folders are written under another name, flushed, and renamed: they exi
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config.trust import approved
 from lockstep.core import checksums
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.core.files import exchanged, flush
+from lockstep.core.files import replacing_file, replacing_folder
 from lockstep.core.terminal import command_line
 from lockstep.monitor.folder import is_finished
 
@@ -74,7 +72,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 def save_tensors(tensors: Mapping[str, Tensor], target: Path) -> None:
     """Write a safetensors file, and a file with its hash if it is called `model.safetensors`."""
-    with whole_file(target) as partial:
+    with replacing_file(target) as partial:
         write_tensors(tensors, partial)
         checksums.forget(target)
     if target.name == FILE:
@@ -111,7 +109,7 @@ def save_for_transformers(
     """
     from lockstep.models.transformers_models import own_classes, quiet
 
-    with whole_folder(target) as partial, quiet(), own_classes(model):
+    with replacing_folder(target) as partial, quiet(), own_classes(model):
         model.save_pretrained(partial, state_dict=expected.with_tied_names(tensors))
         complete_for_transformers(model, expected, partial, target, tokenizer)
         if also is not None:
@@ -168,62 +166,3 @@ def to_rebuild(loaded: LoadedConfig, *, trusted: bool) -> Config:
     config = approved(loaded, trusted=trusted)
     section = config.model.model_copy(update={"init_from": None, "init_partial": False})
     return config.model_copy(update={"model": section})
-
-
-@contextmanager
-def whole_file(target: Path) -> Iterator[Path]:
-    """Yield the path to write to; then replace the target."""
-    partial = temporary(target, "new")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial.touch()
-        mode = partial.stat().st_mode
-        yield partial
-        partial.chmod(mode)  # safetensors makes it readable by its owner alone
-        flush(partial)
-        partial.replace(target)
-        flush(target.parent)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-@contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder to write to; then replace the target."""
-    partial = temporary(target, "new")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        mode = partial.stat().st_mode & 0o666
-        yield partial
-        for path in (*partial.rglob("*"), partial):
-            if path.is_file():
-                path.chmod(mode)
-            flush(path)
-        replace_folder(target, partial)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def replace_folder(target: Path, new: Path) -> None:
-    """Replace a folder, which may not exist, by a new one. Raises OSError.
-
-    At any time the target is the old one or the new one, except for a moment on file systems that can't exchange names.
-    """
-    if not target.exists():
-        new.rename(target)
-    elif not exchanged(target, new):
-        old = temporary(target, "old")
-        target.rename(old)
-        try:
-            new.rename(target)
-        except OSError:
-            old.rename(target)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    flush(target.parent)
-
-
-def temporary(target: Path, suffix: str) -> Path:
-    """Return another name for a file or folder, in the same folder, until it is complete."""
-    return target.with_name(f".{target.name}.{os.getpid()}.{suffix}")
