@@ -10,19 +10,15 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 76_090
+MOST_LINES = 75_764
 MOST_FILES = 462
-MOST_CODE = 46_166
+MOST_CODE = 45_911
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
-LARGER_PACKAGES = {"training": 9_194}
+LARGER_PACKAGES = {"training": 8_954}
 MOST_SMALL_FILES = 7
 """Files of less than 60 lines, an `__init__` aside, that one other file imports."""
-MOST_IN_CIRCLES = {
-    "monitor": 2,
-    "report": 3,
-    "data": 2,
-}
+MOST_IN_CIRCLES: dict[str, int] = {}
 """Files of a package that import each other in circles, the types that they name included."""
 
 FILES = {file: ast.parse(file.read_text()) for file in sorted(SOURCE.rglob("*.py"))}
