@@ -206,7 +206,7 @@ def test_damaged_foreign_and_hostile_folders_are_listed_or_left_out(tmp_path: Pa
     odd.release()
     (odd.path / "environment.json").write_text('{"host": ["x"], "created": 7, "variables": []}')
     (odd.path / "live.json").write_text('{"time": "now", "step": [1], "ranks": {"a": 1}}')
-    odd.metrics.write_text('{"step": "x", "loss": true}\n[' * 5000)
+    (odd.path / METRICS).write_text('{"step": "x", "loss": true}\n[' * 5000)
     piped = make_run(tmp_path / "piped")
     piped.release()
     for name in ("metrics.jsonl", "environment.json"):

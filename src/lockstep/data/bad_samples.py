@@ -236,7 +236,7 @@ class SkippingSource:
         return not self._known or self.reasons(indices).keys() <= {sample.index for sample in left_out}
 
     def fetch(self, indices: Indices) -> Batch:
-        left_out = self.reasons(indices)
+        left_out = self.reasons(indices) if self._known else {}
         usable = indices[[index not in left_out for index in indices.tolist()]] if left_out else indices
         if not len(usable):
             rows = np.repeat(self._good_sample(), min(len(indices), 2))  # batch norm can't be computed of one

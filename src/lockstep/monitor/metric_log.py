@@ -100,6 +100,10 @@ class MetricLog:
         self._kinds: dict[str, str] = {}
         self.entries: dict[str, Any] = {}  # of their kinds, on their devices
 
+    @property
+    def empty(self) -> bool:
+        return not self.entries
+
     def scalar(self, name: str, value: object) -> None:
         self._claim(name, "scalar")
         self.entries[name] = _number("scalar", name, value)
