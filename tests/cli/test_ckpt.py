@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -18,6 +20,7 @@ import pytest
 import torch
 import yaml
 from kit import small
+from kit.failures import gives
 from kit.storing import Meeting, rank_states, save, saved, state_of
 from torch import Tensor
 
@@ -148,18 +151,15 @@ def test_ls_marks_damaged_checkpoints_and_those_moved_aside(ask: Ask, run: Path)
     _flip(checkpoints / "step-00000006/manifest.json", 40)
     answer = ask("ls", run, "--json")
     assert answer.code == 0
-    assert "step-00000006 is damaged: manifest.json: its hash does not match its contents" in answer.lines
+    assert any(gives(line, "step-00000006", "damaged", "manifest.json", "hash") for line in answer.lines)
     assert [line.rpartition(",")[0] for line in answer.lines if line.startswith("moved aside: ")] == [
         "moved aside: broken-step-00000010-2",
         "moved aside: superseded-step-00000010",
     ]
     assert [entry["stays"] for entry in answer.json["checkpoints"]] == [["newest"], ["damaged"], ["newest", "best"]]
-    assert answer.json["checkpoints"][1] == {
-        "name": "step-00000006",
-        "step": 6,
-        "damaged": "manifest.json: its hash does not match its contents",
-        "stays": ["damaged"],
-    }
+    entry = answer.json["checkpoints"][1]
+    assert entry.pop("damaged").startswith("manifest.json: ")
+    assert entry == {"name": "step-00000006", "step": 6, "stays": ["damaged"]}
     assert answer.json["aside"][1]["name"] == "superseded-step-00000010"
     assert answer.json["aside"][1]["size"] > answer.json["checkpoints"][0]["size"]
 
@@ -169,7 +169,8 @@ def test_ls_of_a_run_without_checkpoints(ask: Ask, tmp_path: Path) -> None:
     text = "model: {kind: image-classifier}\ndata: {train: {kind: digits}}\nbatch: {global_size: 8}\nrun: {epochs: 1}\n"
     (tmp_path / "config.yaml").write_text(f"{text}checkpoint: {{keep_every: 1 epoch}}\n")
     answer = ask("ls", tmp_path, "--json")
-    assert (answer.code, answer.lines[0]) == (0, f"there is no checkpoint in {tmp_path / 'checkpoints'}")
+    assert answer.code == 0
+    assert gives(answer.lines[0], "no checkpoint", tmp_path / "checkpoints")
     assert answer.json["checkpoints"] == []
     assert ask("prune", tmp_path).lines == ["deleted none (0 B); 0 kept"]
 
@@ -259,7 +260,7 @@ def test_a_broken_config_is_reported_with_its_position(ask: Ask, run: Path) -> N
     (run / "config.yaml").write_text("run: {steps: many}\n")
     answer = ask("ls", run)
     assert answer.code == 2
-    assert f"{run}/config.yaml:1:14: run.steps: 'many' is not a whole number" in answer.error
+    assert gives(answer.error, f"{run}/config.yaml:1:14: run.steps: 'many'")
 
 
 def test_help_lists_every_command(ask: Ask) -> None:
@@ -392,10 +393,10 @@ def test_verify_reads_published_weights(ask: Ask, run: Path) -> None:
     _flip(file, -1)
     answer = ask("verify", run, "--json")
     assert (answer.code, answer.json["ok"]) == (3, False)
-    assert f"{file} is damaged: its bytes are not those that" in answer.error
+    assert gives(answer.error, file, "damaged", "bytes")
     assert ask("verify", run, "--step", 4).code == 0
     file.unlink()
-    assert "model.safetensors is damaged: it is gone" in ask("verify", run).error
+    assert gives(ask("verify", run).error, file, "damaged", "gone")
 
 
 def test_verify_all_continues_after_a_fault(ask: Ask, tmp_path: Path) -> None:
@@ -411,14 +412,16 @@ def test_verify_all_continues_after_a_fault(ask: Ask, tmp_path: Path) -> None:
         "step-00000003  intact",
     ]
     assert [entry["fault"] is None for entry in answer.json["checkpoints"]] == [False, False, True]
-    assert answer.error.startswith(f"lockstep: 2 of 3 checkpoints in {tmp_path} are damaged:\n  step-00000001: rank-")
+    assert gives(answer.error.replace("\n", ""), 2, 3, tmp_path, "step-00000001:")
 
 
 def test_a_checkpoint_moved_aside_can_be_verified(ask: Ask, tmp_path: Path) -> None:
     _save(tmp_path, 1).rename(tmp_path / "superseded-step-00000001-2")
     assert ask("verify", tmp_path / "superseded-step-00000001-2").code == 0
     assert ask("show", tmp_path / "superseded-step-00000001-2").code == 0
-    assert ask("verify", tmp_path).error == f"lockstep: there is no checkpoint in {tmp_path}\n"
+    answer = ask("verify", tmp_path)
+    assert (answer.code, answer.lines) == (2, [])
+    assert gives(answer.error, tmp_path)
 
 
 # --- diff ---------------------------------------------------------------------------------------------------------
@@ -430,7 +433,8 @@ def test_equal_checkpoints_compare_as_equal(ask: Ask, tmp_path: Path) -> None:
     saved(tmp_path / "one", [state_of(tensors)])
     save(LocalStorage(tmp_path / "other"), rank_states(tensors, 3, 0), 7, run="another")
     answer = ask("diff", tmp_path / "one", tmp_path / "other", "--json")
-    assert (answer.code, answer.lines[0], answer.error) == (0, "equal: 2 tensors, config and state", "")
+    assert (answer.code, answer.error) == (0, "")
+    assert gives(answer.lines[0], "equal", "2 tensors")
     assert answer.json["equal"] is True
 
 
@@ -507,7 +511,7 @@ def test_many_differences_are_not_all_shown(ask: Ask, tmp_path: Path) -> None:
     a = _save(tmp_path, 1, {f"model.{index:02d}": torch.zeros(1) for index in range(20)})
     b = _save(tmp_path, 2, {f"model.{index:02d}": torch.ones(1) for index in range(20)})
     lines = ask("diff", a, b).lines
-    assert lines[2] == "20 tensors with other values (0 are identical):"
+    assert gives(lines[2], "20 tensors", 0)
     assert lines[-1] == "  and 8 more"
 
 
@@ -605,7 +609,7 @@ def test_flags_override_the_config(ask: Ask, run: Path) -> None:
     assert _names(run) == ["step-00000006", "step-00000008"]
     assert answer.lines[0].startswith("deleted step-00000004, ")
     assert answer.lines[1].startswith("deleted 1 (")
-    assert answer.lines[1].endswith("); 2 kept; step-00000008 is intact")
+    assert gives(answer.lines[1], 2, "step-00000008", "intact")
 
 
 def test_a_dry_run_deletes_nothing(ask: Ask, run: Path) -> None:
@@ -628,7 +632,7 @@ def test_without_a_run_the_newest_manifest_sets_the_retention(ask: Ask, tmp_path
     _save(tmp_path, 6, config={"checkpoint": {"keep_lots": 2}})
     answer = ask("prune", tmp_path)
     assert answer.code == 2
-    assert "the section `checkpoint` in step-00000006 can't be read" in answer.error
+    assert gives(answer.error, "checkpoint", "step-00000006")
 
 
 def test_epochs_are_those_of_the_ledger(ask: Ask, tmp_path: Path) -> None:
@@ -640,10 +644,8 @@ def test_epochs_are_those_of_the_ledger(ask: Ask, tmp_path: Path) -> None:
     assert stay == ["step-00000003", "step-00000005", "step-00000006"]
     _save(tmp_path, 7)
     answer = ask("prune", tmp_path, "--keep-every", "1 epoch")
-    assert (answer.code, answer.error) == (
-        2,
-        "lockstep: keep_every is 1 epoch, and no checkpoint here records the length of an epoch\n",
-    )
+    assert answer.code == 2
+    assert gives(answer.error, "keep_every", "1 epoch")
 
 
 def test_prune_refuses_a_run_in_progress(ask: Ask, run: Path) -> None:
@@ -655,10 +657,7 @@ def test_prune_refuses_a_run_in_progress(ask: Ask, run: Path) -> None:
         for path in (run, run / "checkpoints"):
             answer = ask("prune", path, "--keep-last", 1)
             assert answer.code == 1
-            assert answer.error == (
-                f"lockstep: the run in {run} is being trained (process 7 on here) and prunes by itself; "
-                "--dry-run shows what would be deleted\n"
-            )
+            assert gives(answer.error, run, "process 7", "--dry-run")
         assert ask("prune", run, "--keep-last", 1, "--keep-every", 100, "--dry-run", "--json").json["deleted"]
     assert _names(run) == before
     assert ask("prune", run, "--keep-last", 1).code == 0
@@ -682,10 +681,8 @@ def test_prune_refuses_a_folder_that_a_process_saves_to(ask: Ask, tmp_path: Path
         assert saving.stdout.readline() == "True\n"
         for words in (["--keep-last", 1], ["--aside"]):
             answer = ask("prune", tmp_path, *words)
-            assert (answer.code, answer.error) == (
-                1,
-                f"lockstep: a run is saving to {tmp_path} and prunes by itself; use --dry-run to list only\n",
-            )
+            assert answer.code == 1
+            assert gives(answer.error, tmp_path, "--dry-run")
         assert ask("prune", tmp_path, "--keep-last", 1, "--dry-run", "--json").json["deleted"] == ["step-00000001"]
         saving.communicate()
     assert ask("prune", tmp_path, "--keep-last", 1, "--aside", "--json").json["deleted"] == ["step-00000001"]
@@ -696,7 +693,8 @@ def test_a_malformed_lock_causes_no_traceback(ask: Ask, run: Path) -> None:
     assert ask("prune", run).code == 0
     (run / "run.lock").mkdir()
     answer = ask("prune", run)
-    assert (answer.code, answer.error) == (1, f"lockstep: can't use {run / 'run.lock'}: Is a directory\n")
+    assert answer.code == 1
+    assert gives(answer.error, run / "run.lock", os.strerror(errno.EISDIR))
 
 
 class _Vanishing(LocalStorage):
@@ -735,10 +733,7 @@ def test_if_none_verifies_none_is_deleted(ask: Ask, tmp_path: Path) -> None:
     _save(tmp_path, 3).rename(tmp_path / "superseded-step-00000003")
     answer = ask("prune", tmp_path, "--keep-last", 1, "--aside")
     assert answer.code == 3
-    assert answer.error.startswith(
-        f"lockstep: no checkpoint in {tmp_path} is whole, so none was deleted:\n"
-        "  step-00000002: rank-00000.safetensors: bytes "
-    )
+    assert gives(answer.error.replace("\n", ""), tmp_path, "step-00000002: rank-00000.safetensors:")
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -762,7 +757,7 @@ def test_audit_of_a_complete_run(ask: Ask, run: Path) -> None:
     answer = ask("audit", run, "--json")
     assert (answer.code, answer.error) == (0, "")
     assert answer.lines[1].split()[:4] == ["1", "1", "0", "80"]
-    assert answer.lines[-2] == "step 8, 80 samples: complete, each sample of the order once"
+    assert gives(answer.lines[-2], "step 8", "80 samples", "complete")
     contents = answer.json
     assert {key: contents[key] for key in ("run", "step", "samples", "complete", "gaps", "repeats", "mismatches")} == {
         "run": str(run), "step": 8, "samples": 80, "complete": True, "gaps": [], "repeats": [], "mismatches": [],
@@ -811,18 +806,12 @@ def test_audit_needs_a_ledger(ask: Ask, run: Path) -> None:
     checkpoint = run / "checkpoints/step-00000008"
     _with_ledger(checkpoint, lambda ledger: ledger.clear())
     answer = ask("audit", run)
-    assert (answer.code, answer.error) == (
-        3,
-        f"lockstep: {checkpoint} can't be audited: it has no ledger, so there is no record of the samples it was "
-        "trained on\n",
-    )
+    assert answer.code == 3
+    assert gives(answer.error, checkpoint, "no ledger")
     (checkpoint / "manifest.json").unlink()
     answer = ask("audit", run, "--json")
-    assert (answer.code, answer.lines, answer.error) == (
-        3,
-        [],
-        f"lockstep: {checkpoint} is damaged: manifest.json: No such file or directory\n",
-    )
+    assert (answer.code, answer.lines) == (3, [])
+    assert gives(answer.error, checkpoint, "damaged", "manifest.json", os.strerror(errno.ENOENT))
 
 
 # --- import, and what is not imported -------------------------------------------------------------------------------
@@ -837,7 +826,8 @@ def test_import_makes_a_file_of_weights(ask: Ask, tmp_path: Path) -> None:
     assert Path(answer.json["file"]).is_file()
     assert answer.lines[0].startswith(f"{answer.json['file']}: 2 tensors")
     again = ask("import", tmp_path / "model.ckpt", tmp_path / "there")
-    assert (again.code, again.error) == (2, f"lockstep: {answer.json['file']} exists; --force replaces it\n")
+    assert again.code == 2
+    assert gives(again.error, answer.json["file"], "--force")
     assert ask("import", tmp_path / "model.ckpt", tmp_path / "there", "--force").code == 0
 
 

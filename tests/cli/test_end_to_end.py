@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from kit.commands import Done, processes_of_group, run_lockstep, start_lockstep
+from kit.failures import gives
 from kit.waiting import UNHURRIED
 
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
@@ -103,7 +104,7 @@ def test_generate_refuses_a_classifier(digits: tuple[Path, dict[str, Any]]) -> N
     run, _ = digits
     done = run_lockstep("generate", run, "def ", cwd=run.parent)
     assert done.returncode == 2
-    assert "of kind image-classifier: load the weights" in done.stderr
+    assert gives(done.stderr, "image-classifier")
 
 
 def test_generate_continues_a_text(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_a_config_error_on_a_rank_has_exit_code_2(tmp_path: Path) -> None:
     words = ["--parallel.strategy", "single", "--run.folder", "run"]
     done = run_lockstep("train", "digits", "--ranks", "2", *words, *QUIET, cwd=tmp_path)
     assert done.returncode == 2
-    assert "parallel.strategy: single is one process" in done.stderr
+    assert gives(done.stderr, "parallel.strategy: single")
     assert "Traceback" not in done.stderr
 
 
@@ -203,7 +204,7 @@ def test_sigterm_stops_all_ranks(own: Path) -> None:
     assert len(ranks) in (2, 4)  # those of the next round may wait already
     command.send(signal.SIGTERM)
     assert command.end() == 75, command.output
-    assert re.search(r"stopped at step [\d,]+, as requested, and saved; start it again to resume", command.output)
+    assert re.search(r"stopped at step [\d,]+, .*saved", command.output)
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     assert not (own / "stopped" / "summary.json").exists()
 
@@ -309,7 +310,7 @@ def test_from_a_step(own: Path) -> None:
     assert run_lockstep("train", "own.json", "--run.folder", "steps", *words, cwd=own).returncode == 0
     absent = run_lockstep("train", "steps", "--from", "5", cwd=own)
     assert absent.returncode == 2
-    assert absent.stderr.endswith("has no checkpoint of step 5; the nearest is that of step 4\n")
+    assert gives(absent.stderr, "step 5", "step 4")
     fork = run_lockstep("train", "steps", "--fork", "fork", "--from", "44", cwd=own)
     assert fork.returncode == 2
     assert not (own / "fork").exists()
@@ -324,14 +325,14 @@ def test_a_run_beyond_its_steps_is_not_changed(own: Path) -> None:
     before = {path: path.read_bytes() for path in (own / "further").rglob("*") if path.is_file()}
     shorter = run_lockstep("train", "further", "--run.steps", "2", "--json", cwd=own)
     assert output_of(shorter)["steps"] == 4
-    assert "is at step 4 already, past run.steps 2; give it a longer" in shorter.stderr
+    assert gives(shorter.stderr, "step 4", "run.steps 2")
     as_long = run_lockstep("train", "further", "--run.steps", "null", "--run.samples", "1", cwd=own)
     assert (as_long.returncode, "past run.samples 1;" in as_long.stdout) == (0, True)
     assert {path: path.read_bytes() for path in (own / "further").rglob("*") if path.is_file()} == before
     (own / "further" / "summary.json").unlink()
     unfinished = run_lockstep("train", "further", "--run.steps", "3", cwd=own)
     assert unfinished.returncode == 2
-    assert "is at step 4 already, past run.steps 3" in unfinished.stderr
+    assert gives(unfinished.stderr, "step 4", "run.steps 3")
     assert run_lockstep("train", "further", cwd=own).returncode == 0
     assert (own / "further" / "summary.json").is_file()
 
@@ -351,7 +352,7 @@ def test_a_fork_starts_a_new_run(own: Path) -> None:
     assert sorted(own.rglob("*")) == before
     short = run_lockstep("train", "origin", "--fork", "nothere", cwd=own)
     assert (short.returncode, sorted(own.rglob("*"))) == (2, before)
-    assert "the checkpoint of step 2 is at run.steps 2 already: nothing would be trained" in short.stderr
+    assert gives(short.stderr, "step 2", "run.steps 2")
     (own / "empty").mkdir()
     assert run_lockstep("train", "origin", "--from", "1", "--fork", "empty", cwd=own).returncode == 0
 
@@ -361,7 +362,7 @@ def test_a_refused_run_creates_no_folder(own: Path) -> None:
         "train", "own.json", "--run.folder", "nothere", "--model.init_from", "nothere.pt", *QUIET, cwd=own
     )
     assert refused.returncode == 2
-    assert "there is no nothere.pt" in refused.stderr
+    assert gives(refused.stderr, "nothere.pt")
     assert "did you mean" not in refused.stderr
     assert not (own / "nothere").exists()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from kit.commands import run_lockstep
+from kit.failures import gives
 
 from lockstep.cli.main import main
 from lockstep.simulation.planning import mode_row
@@ -24,7 +25,7 @@ def test_modes_are_compared_with_none(tmp_path: Path) -> None:
     assert list(rows) == ["none", "full+loss-chunk", "offload"]
     assert 3 * 4 * 40_000 < rows["full+loss-chunk"]["peak"] < 0.7 * rows["none"]["peak"]
     assert rows["none"]["milliseconds"] > 0
-    assert "memory.activation_offload: on the CPU activations are already" in rows["offload"]["why"]
+    assert rows["offload"]["why"].startswith("memory.activation_offload: ")
     assert any(line.startswith("| none |") and line.count("1.00") == 2 for line in lines)
     assert "profiler" not in printed.stderr
 
@@ -54,4 +55,4 @@ def test_modes_are_of_a_measurement(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_verb_that_measured_them_names_its_successor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["memory", "stdlib-lm"]) == 2
-    assert "lockstep plan RECIPE --measure --modes" in capsys.readouterr().err
+    assert gives(capsys.readouterr().err, "lockstep plan RECIPE --measure --modes")

@@ -19,10 +19,10 @@ from kit.commands import run_lockstep, start_lockstep
 from kit.failures import gives
 
 from lockstep.core.failure_kinds import FailureKind
+from lockstep.core.stopping import _SAME_REQUEST
 from lockstep.doctor.losses import finding_of_losses
 from lockstep.doctor.run import describe_run, diagnose_run, run_as_json
 from lockstep.launch.ends_file import file_name
-from lockstep.launch.worker_group import _SAME_REQUEST
 from lockstep.report.series import Series
 
 PROGRAM = """
@@ -301,4 +301,4 @@ def test_the_command_cuts_nothing_in_a_pipe_and_takes_the_terminals_width(tmp_pa
     os.close(primary)
     lines = shown.decode().splitlines()[1:]
     assert 50 < max(len(line) for line in lines if "lockstep train" not in line) <= 66
-    assert any(line.startswith("cause: GPU") for line in lines)
+    assert f"cause: {FailureKind.OUT_OF_MEMORY.title}" in lines

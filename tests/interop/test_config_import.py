@@ -13,6 +13,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kit.failures import fails, gives
 
 from lockstep.cli.main import main
 from lockstep.config import shape
@@ -611,7 +612,7 @@ def test_a_deepspeed_json_is_read_from_the_folder_of_the_file(tmp_path: Path) ->
     assert result.settings["parallel.deepspeed.zero_stage"] == 2
     assert result.settings["parallel.deepspeed.config.zero_optimization.overlap_comm"] is True
     missing = imported(tmp_path, {"output_dir": "out", "deepspeed": "none.json"}, "trainer")
-    assert "there is no file none.json" in missing.unanswered[0].answer.why
+    assert gives(missing.unanswered[0].answer.why, "none.json")
 
 
 # --- scripts and Accelerate -------------------------------------------------------------------------------------------
@@ -706,7 +707,7 @@ def test_nanogpt_s_accumulation_is_that_of_all_ranks(ranks: int | None, tmp_path
     result = import_file(file, ranks=ranks)
     assert (result.settings["batch.global_size"], result.settings["batch.micro_size"]) == (48, 12)
     why = {finding.key: finding.answer.why for finding in result.findings}
-    assert "nanoGPT divides them by the ranks" in why["batch_size"]
+    assert gives(why["batch_size"], "nanoGPT", "ranks")
 
 
 @pytest.mark.parametrize(
@@ -735,8 +736,8 @@ def test_keys_of_nanogpt_are_imported_by_their_meaning(tmp_path: Path) -> None:
         assert result.settings[key] == pytest.approx(value) if isinstance(value, float) else value, key
     assert "launch.backend" not in result.settings
     why = {finding.key: finding.answer.why for finding in result.findings}
-    assert why["backend"] == "follows from the device: nccl on NVIDIA GPUs, gloo on the CPU"
-    assert why["lr_decay_iters"] == "the rate falls over the whole run"
+    assert gives(why["backend"], "nccl", "gloo")
+    assert gives(why["lr_decay_iters"], "whole run")
     assert statuses(result)["eval_iters"] == "to do"
 
 
@@ -808,21 +809,18 @@ def test_import_config_uses_the_number_of_started_ranks(tmp_path: Path, monkeypa
     assert import_config(file, ranks=2)["batch"] == {"global_size": 8, "micro_size": 2}
     file.write_text("batch_size: 2\nepochs: 1\nworld_size: 3\n")
     assert import_config(file)["batch"] == {"global_size": 6, "micro_size": 2}
-    with pytest.raises(ConfigError, match="is for 3 ranks, and not 2"):
+    with fails(ConfigError, "3 ranks", 2):
         import_config(file, ranks=2)
 
 
 def test_an_invalid_value_is_reported_with_its_position(tmp_path: Path) -> None:
-    assert "foreign.json: learning_rate: optim.lr: 'fast' is not a number" in error_message(
-        tmp_path, {"learning_rate": "fast", "epochs": 1}
-    )
+    message = error_message(tmp_path, {"learning_rate": "fast", "epochs": 1})
+    assert gives(message, "foreign.json: learning_rate: optim.lr: 'fast'")
 
 
 def test_contradicting_keys_are_listed(tmp_path: Path) -> None:
     result = imported(tmp_path, {"training": {"max_length": 5, "lr": 0.1}, "optimizer": {"lr": 0.2}, "epochs": 1})
-    assert [(finding.key, "keep one of the two" in finding.answer.why) for finding in result.unanswered] == [
-        ("optimizer.lr", True)
-    ]
+    assert [finding.key for finding in result.unanswered] == ["optimizer.lr"]
     product = imported(tmp_path, {"train_batch_size": 10, "micro_batch_size": 2, "gradient_accumulation_steps": 2})
     assert "2 x 2 x 8 = 32" in product.unanswered[0].answer.why
 
@@ -892,12 +890,12 @@ def test_the_command_lists_every_key_and_does_not_overwrite(tmp_path: Path, caps
     file.write_text(GUIDE + "lerning_rate: 1\n")
     assert main(["config", "import", str(file), "--to", str(expected)]) == 2
     output = capsys.readouterr()
-    assert "did you mean learning_rate?" in output.out
-    assert "lerning_rate would be lost" in output.err
+    assert gives(output.out, "learning_rate?")
+    assert gives(output.err, "lerning_rate")
     assert not expected.exists()
     assert main(["config", "import", str(file), "--to", str(expected), "--lenient"]) == 0
     assert main(["config", "check", str(expected)]) == 2
-    assert "schedule.kind: is left to decide" in capsys.readouterr().err
+    assert gives(capsys.readouterr().err, "schedule.kind:")
     assert main(["config", "check", str(expected), "schedule.kind=linear"]) == 0
     assert main(["config", "import", str(file), "--to", str(expected), "--lenient"]) == 2
     assert "--force overwrites" in capsys.readouterr().err

@@ -15,6 +15,7 @@ import pytest
 import torch
 from kit import small
 from kit.commands import run_lockstep
+from kit.failures import fails, gives
 from kit.worlds import in_world
 from safetensors.torch import load_file, save_file
 from zero_saves import TAG, Save, save_all
@@ -137,10 +138,9 @@ def test_an_imported_run_can_be_trained(saves: Path, tmp_path: Path, strategy: s
         return done.stdout
 
     output = lockstep_output("ckpt", "import", saves / "2" / "3-fp32", "run", "--config", file, "--optim.lr", "0.02")
-    assert "after 2 steps of its optimizer" in output
-    assert "at step 2 and sample 8 of its own order and schedule" in output
+    assert gives(output.replace("\n", " "), "2 steps", "step 2", "sample 8")
     assert "resumes from step 2" in lockstep_output("train", "run")
-    assert "complete, each sample of the order once" in lockstep_output("ckpt", "audit", "run")
+    assert gives(lockstep_output("ckpt", "audit", "run"), "complete")
     saved = load_file(next((tmp_path / "run/checkpoints/step-00000005").glob("*.safetensors")))
     assert {tensor.max().item() for key, tensor in saved.items() if "optimizer.step." in key} == {5.0}
 
@@ -171,7 +171,7 @@ def test_moments_of_another_optimizer_are_refused(copied: Callable[[str], Path],
 
     changed(folder / OPTIM.format(1), rename)
     config = validate(config_for(ON_TWO_RANKS[0])).config
-    with pytest.raises(ConfigError, match=r"optim_states\.pt: its optimizer is not Adam or AdamW: .*momentum"):
+    with fails(ConfigError, OPTIM.format(1), "Adam or AdamW", "momentum_buffer"):
         import_run(folder, tmp_path / "run", config, "mine")
 
 
@@ -184,13 +184,13 @@ def test_different_numbers_of_steps_are_refused(copied: Callable[[str], Path], t
 
     changed(folder / OPTIM.format(1), advance)
     config = validate(config_for(ON_TWO_RANKS[0])).config
-    with pytest.raises(ConfigError, match="have made different numbers of steps: 2, 3"):
+    with fails(ConfigError, "steps: 2, 3"):
         import_run(folder, tmp_path / "run", config, "mine")
 
 
 def test_a_folder_that_is_not_empty_is_refused(saves: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").touch()
-    with pytest.raises(ConfigError, match="isn't empty; give a new folder for the run"):
+    with fails(ConfigError, tmp_path, "new folder"):
         import_run(saves / "2" / "1-fp32", tmp_path, validate(config_for(ON_TWO_RANKS[0])).config, "mine")
 
 
@@ -199,7 +199,7 @@ def test_a_checkpoint_folder_of_another_run_is_refused(saves: Path, tmp_path: Pa
     config = validate(config_for(ON_TWO_RANKS[0], checkpoint=kept)).config
     import_run(saves / "2" / "1-fp32", tmp_path / "one", config, "mine")
     before = sorted(path.name for path in (tmp_path / "kept").iterdir())
-    with pytest.raises(ConfigError, match=r"checkpoint\.folder: .*kept holds checkpoints; give another folder"):
+    with fails(ConfigError, tmp_path / "kept", key="checkpoint.folder"):
         import_run(saves / "2" / "2-fp32", tmp_path / "two", config, "mine")
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == before
     assert not (tmp_path / "two").exists()
@@ -276,7 +276,7 @@ def test_a_stand_in_keeps_numbers_at_most(tmp_path: Path) -> None:
 def test_stand_ins_apply_to_deepspeed_checkpoints_only(saves: Path) -> None:
     file = saves / "2" / "2-fp32" / TAG / OPTIM.format(0)
     read_zero(file.parent)
-    with pytest.raises(ConfigError, match=r"needs deepspeed\..* to be unpickled"):
+    with pytest.raises(ConfigError, match=r"deepspeed\..* unpickled"):
         read_torch(file)
 
 

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from kit.commands import Done, run_lockstep
+from kit.failures import gives
 
 FIELDS = {"strategy", "ranks", "max_loss_difference", "max_weight_difference", "passed"}
 SMALL = [
@@ -34,8 +35,8 @@ def test_a_recipe_is_verified(tmp_path: Path) -> None:
         assert row["max_loss_difference"] <= 1e-6
     lines = done.stderr.splitlines()
     assert sum(line.endswith("passed") for line in lines) == len(rows) == 9
-    assert f"all {len(rows)} runs match the single process" in lines
-    assert "note: not run: fsdp-hybrid on 1 rank: two sharded replicas need an even number of ranks" in lines
+    assert any(gives(line, f"all {len(rows)} runs") for line in lines)
+    assert any(gives(line, "fsdp-hybrid on 1 rank") for line in lines)
     page = (tmp_path / "runs" / "verify-stdlib-lm.html").read_text()
     assert str(Path("runs/verify-stdlib-lm.html")) in lines
     _assert_offline(page)
@@ -55,9 +56,9 @@ def test_a_deviation_ends_with_exit_code_3(tmp_path: Path) -> None:
     rows = json.loads(done.stdout)
     assert [row["passed"] for row in rows] == [False] * 3
     assert all(row["step"] == 1 and row["parameter"] for row in rows)
-    assert "likely: by design: parallel.ddp.compression fp16 loses bits of each gradient" in done.stderr
+    assert gives(done.stderr, "by design", "parallel.ddp.compression fp16")
     assert "something is computed in a lower precision" in done.stderr
-    assert "3 of 3 runs deviate from the single process" in done.stderr
+    assert gives(done.stderr, "3 of 3 runs")
     page = (tmp_path / "page" / "mine.html").read_text()
     assert "Not verified" in page
     assert "loses bits of each gradient" in page
@@ -68,7 +69,7 @@ def test_if_every_run_is_refused_the_exit_code_is_2(tmp_path: Path) -> None:
     heads = ["--model.heads", "1", "--model.kv_heads", "1"]
     done = verify("--strategies", "tensor", "--ranks", "2", "--steps", "2", *heads, cwd=tmp_path)
     assert done.returncode == 2, done.stdout
-    assert "nothing was compared; 3 refused" in done.stdout
+    assert gives(done.stdout, "3 refused")
     assert done.stdout.count("2 doesn't divide the 1") == 1
     assert "tensor on 2 ranks: refused: " in done.stdout
     page = html.unescape((tmp_path / "runs" / "verify-stdlib-lm.html").read_text())
@@ -89,7 +90,7 @@ def test_a_partition_of_the_config_that_no_run_has_is_reported_first_and_last(tm
 def test_wrong_arguments_are_explained(tmp_path: Path) -> None:
     done = verify("--strategies", "fdsp", cwd=tmp_path)
     assert done.returncode == 2
-    assert "did you mean fsdp?" in done.stderr
+    assert gives(done.stderr, "fdsp", "fsdp?")
     done = verify("--ranks", "1,none", cwd=tmp_path)
     assert done.returncode == 2
     assert "whole numbers above 0 separated by commas" in done.stderr

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.failures import fails
 from simulation.test_peak_memory import NOTHING, decoder, estimator
 
 from lockstep.core.out_of_memory import Phase, note_location
@@ -120,9 +121,9 @@ def test_a_run_that_is_small_beside_the_memory_asks_nothing(monkeypatch: pytest.
 def test_a_process_answers_and_is_not_waited_for_longer_than_it_may_take() -> None:
     question = Question(decoder(), 1, 80 << 30, NOTHING, on_cpu=True)
     assert ask(question, seconds=300) == answer(question)
-    with pytest.raises(NoAnswer, match="takes longer than 0 s"):
+    with fails(NoAnswer, "0 s"):
         ask(question, seconds=0.01)
-    with pytest.raises(NoAnswer, match="objects of this run can't be passed"):
+    with fails(NoAnswer, "objects"):
         ask(Question(decoder(), 1, 80 << 30, replace(NOTHING, schedule=lambda *unused: 1.0), on_cpu=True))
 
 
