@@ -357,7 +357,7 @@ MANIFESTS: dict[str, tuple[Act, str]] = {
     "step 1.5": (put("step", 1.5), _INVALID + f"step: {_INTEGER}"),
     "step 2^63": (put("step", 2**63), _INVALID + f"step: {_INTEGER}"),
     "step true": (put("step", True), _INVALID + f"step: {_INTEGER}"),
-    "step 7, in the folder of step 8": (put("step", 7), "is that of step 7"),
+    "step 7, in the folder of step 8": (put("step", 7), "is of step 7"),
     "samples -1": (put("samples", -1), _INVALID + f"samples: {_INTEGER}"),
     "tokens of a thousand digits": (put("tokens", 10**1000), _INVALID + f"tokens: {_INTEGER}|is not a manifest"),
     "no ranks": (put("ranks", 0), _INVALID + f"ranks: {_INTEGER}"),

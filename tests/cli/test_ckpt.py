@@ -210,9 +210,9 @@ def test_checkpoints_are_found_in_the_folder_of_the_config(
             "verify run/config.yaml",
             "run/config.yaml is neither a run's folder, nor a folder of checkpoints, nor a checkpoint",
         ),
-        ("show run --step 5", "HERE/run/checkpoints has no checkpoint of step 5; the nearest is that of step 4"),
-        ("audit run --step 99", "HERE/run/checkpoints has no checkpoint of step 99; the nearest is that of step 8"),
-        ("diff run --steps 4 7", "HERE/run/checkpoints has no checkpoint of step 7; the nearest is that of step 6"),
+        ("show run --step 5", "HERE/run/checkpoints has no checkpoint of step 5; the nearest is of step 4"),
+        ("audit run --step 99", "HERE/run/checkpoints has no checkpoint of step 99; the nearest is of step 8"),
+        ("diff run --steps 4 7", "HERE/run/checkpoints has no checkpoint of step 7; the nearest is of step 6"),
         (
             "show run/checkpoints/step-00000004 --step 4",
             "--step selects one of several checkpoints, and HERE/run/checkpoints/step-00000004 is one",
@@ -358,7 +358,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: No such file or directory"),
     "another's": (
         lambda folder: shutil.copy(folder.parent / "step-00000001/manifest.json", folder),
-        "manifest.json: is that of step 1",
+        "manifest.json: is of step 1",
     ),
     "another's tensor": (
         lambda folder: shutil.copy(folder.parent / "step-00000001/rank-00000.safetensors", folder),

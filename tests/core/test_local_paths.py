@@ -70,4 +70,4 @@ def test_other_texts_are_not_refused(text: str) -> None:
 
 
 def test_a_file_url_is_offered_as_a_path() -> None:
-    assert url_refusal("file:///data/x") == "file:///data/x is a URL; write the path alone: /data/x"
+    assert url_refusal("file:///data/x") == "file:///data/x is a URL; write only the path: /data/x"

@@ -303,7 +303,7 @@ def test_a_missing_kind_of_file_is_named(copied: Callable[[str], Path], lost: st
 def test_a_file_of_a_further_rank_is_refused(copied: Callable[[str], Path]) -> None:
     folder = copied("1-fp32")
     shutil.copy(folder / OPTIM.format(1), folder / OPTIM.format(2))
-    refused(folder, "was saved by 2 ranks but has files of 3; move away those of another save")
+    refused(folder, "was saved by 2 ranks but has files of 3; move the files of another save away")
 
 
 def test_files_of_two_saves_are_refused(copied: Callable[[str], Path], saves: Path) -> None:

@@ -273,7 +273,7 @@ FAULTS = (
         "clock skew",
         "the clock of one of two hosts is 40 s late (a preloaded library)",
         _clock_skew,
-        r"the clock of host-1 is (39|40)\.\d s behind that of host-0",
+        r"the clock of host-1 is (39|40)\.\d s behind host-0",
         hosts=2,
     ),
     PlantedFault(

@@ -134,7 +134,7 @@ def test_a_backend_of_other_devices_is_refused(monkeypatch: pytest.MonkeyPatch) 
     for requested, device, message in (
         ("nccl", "cpu", "nccl takes no tensors of cpu, where this rank computes; gloo works"),
         ("auto", "mps", "gloo takes no tensors of mps, where this rank computes; launch.device: cpu works"),
-        ("auto", "mtia", "torch has no backend for mtia; name that of its plugin, or write launch.device: cpu"),
+        ("auto", "mtia", "torch has no backend for mtia; name its plugin's, or write launch.device: cpu"),
     ):
         with pytest.raises(ConfigError) as caught:
             choose_backend(requested, torch.device(device))

@@ -65,7 +65,7 @@ def test_a_value_from_here_is_not_written_down(
             "'::1' is not a host; write NAME, NAME:8 for 8 ranks, or [::1]:8 for an address",
         ),
         (["--hosts", "[-oProxyCommand=x]", "train", "digits"], "is not a host"),
-        (["--hosts", "a,me@b,a", "train", "digits"], "host a is named twice; name it once"),
+        (["--hosts", "a,me@b,a", "train", "digits"], "host a is given twice; give it once"),
         (["--hosts", "a,", "train", "digits"], "--hosts: '' is not a host"),
         (["--hosts", "a,b", "verify", "digits"], "--hosts: `lockstep verify` runs on one host"),
         (["--hosts", "a:2", "verify", "digits"], "--hosts: `lockstep verify` runs on one host"),

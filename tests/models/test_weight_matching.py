@@ -214,7 +214,7 @@ def test_all_mismatches_are_reported_together(misfit: Path) -> None:
         "  missing: head.weight [3, 8]\n"
         "  unexpected: haed.weight [3, 8], spare [2] (is it haed.weight for head.weight?)\n"
         "  of another shape: inner.weight [16, 4] where the model has [8, 4]\n"
-        "set model.init_partial: true to initialize missing tensors and those of another shape as usual"
+        "set model.init_partial: true to initialize missing tensors, and tensors of another shape, as usual"
     )
 
 

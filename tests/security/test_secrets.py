@@ -105,7 +105,7 @@ def test_no_secret_is_left_behind_and_the_run_resumes(config: Path, monkeypatch:
     assert unknown.returncode == 2
     assert "5 problems in the config" in unknown.stderr
     for key in ("model.arguments.api_key", "model.arguments.url", "launch.environment.HF_SETTING"):
-        assert f"  {key}: is a secret, whose value isn't kept in a run's folder" in unknown.stderr
+        assert f"  {key}: is a secret; its value isn't kept in a run's folder" in unknown.stderr
     monkeypatch.setenv("MORE", "value-of-more")
     given = [
         "--description=x",

@@ -275,7 +275,7 @@ def test_what_is_there_stays(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"step": 3}, "no checkpoint of step 3; the nearest is that of step 2"),
+        ({"step": 3}, "no checkpoint of step 3; the nearest is of step 2"),
         (
             {"format": "torch", "to": Path("x.safetensors")},
             "--format torch contradicts the file name x.safetensors",

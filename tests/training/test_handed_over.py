@@ -26,12 +26,12 @@ def _sgd() -> torch.optim.Optimizer:
 
 CLOSURE = (
     "optimizer: LBFGS evaluates the loss several times in a step (its step needs a closure), but an update has "
-    "one gradient; take an optimizer whose step() needs no closure, such as torch.optim.AdamW"
+    "one gradient; take an optimizer with a step() that needs no closure, such as torch.optim.AdamW"
 )
 WRONG = {
     "optimizer object": (
         lambda: {"optimizer": _sgd()},
-        "optimizer: is an object of SGD, whose parameters a strategy may replace; pass "
+        "optimizer: is an object of SGD, but a strategy may replace its parameters; pass "
         "optimizer=lambda groups: SGD(groups, lr=...)",
     ),
     "optimizer class that needs a closure": (lambda: {"optimizer": torch.optim.LBFGS}, CLOSURE),
@@ -52,11 +52,11 @@ WRONG = {
     ),
     "scheduler object": (
         lambda: {"schedule": torch.optim.lr_scheduler.StepLR(_sgd(), 1)},
-        "schedule: is a StepLR, whose state would not be saved; pass a function (step, steps) -> share of optim.lr",
+        "schedule: is a StepLR, and its state would not be saved; pass a function (step, steps) -> share of optim.lr",
     ),
     "scheduler class": (
         lambda: {"schedule": torch.optim.lr_scheduler.StepLR},
-        "schedule: is a StepLR, whose state would not be saved; pass a function (step, steps) -> share of optim.lr",
+        "schedule: is a StepLR, and its state would not be saved; pass a function (step, steps) -> share of optim.lr",
     ),
     "loader": (
         lambda: {"train_dataset": DataLoader(small.points())},

@@ -269,7 +269,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                 "tensor_parallel": {"plan": {"inner": "colwise", "head": "rowwise"}, "loss_parallel": True},
             }
         },
-        "in which the last module, head, is colwise_gather_output",
+        "with colwise_gather_output for the last module, head",
     ),
     "weights of own columns": (
         planned({"layers.*.of_heads": None}),

@@ -61,7 +61,7 @@ def test_tensor_and_context_parallelism_can_be_named() -> None:
 def test_contradictions_and_doubles_are_refused() -> None:
     with pytest.raises(ConfigError, match="their rules contradict each other"):
         order(Named("a", after=("b",)), Named("b", after=("a",)))
-    with pytest.raises(ConfigError, match="two are named a"):
+    with pytest.raises(ConfigError, match="two have the name a"):
         order(Named("a"), Named("a"))
 
 

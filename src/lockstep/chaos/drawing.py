@@ -23,7 +23,7 @@ def updates_between_saves(steps: int) -> int:
 
 
 def first_flip(steps: int) -> int:
-    """Return the first update in which two checkpoints exist."""
+    """Return the first update with two checkpoints."""
     return 2 * updates_between_saves(steps) + _AFTER_SAVE
 
 

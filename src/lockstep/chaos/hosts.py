@@ -19,7 +19,7 @@ from lockstep.training.job import Job
 from lockstep.training.start_run import train_on_hosts
 
 _PORT = 29500  # free in the namespace of a host that has just been made
-_BROKEN_S = 8.0  # longer than the silence after which a host counts as lost
+_BROKEN_S = 8.0  # longer than the silence of a lost host
 _AWAY_S = 1.0
 
 Act = Callable[[Network, int], None]
@@ -64,7 +64,7 @@ def output_of(folder: Path, host: int = 0) -> Path:
 
 @dataclass
 class _Disturbed:
-    """A host to which something happens from outside, at `next_at`."""
+    """A host that is disturbed from outside, at `next_at`."""
 
     network: Network
     fault: Fault

@@ -25,7 +25,7 @@ _STATE_BYTES = 4  # of an element: the state is fp32
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Numbers of hosts at the start, of hosts with which the run continues, and of ranks of each host."""
+    """Numbers: hosts at the start, hosts that the run continues with, ranks per host."""
 
     hosts: int
     least: int
@@ -87,7 +87,7 @@ def _reasons(config: Config, world: Cluster, steps: int) -> Iterator[tuple[str, 
 
 
 def _has_copies(config: Config, ranks: int) -> bool:
-    """Return whether several ranks hold the same parameters, in the type in which the state has them."""
+    """Return whether several ranks hold the same parameters, in the state's dtype."""
     strategy = choose_strategy(config, ranks).strategy
     mesh = mesh_of(config.parallel, strategy, ranks)
     is_whole = not strategy.variant(config.parallel).state.parameters

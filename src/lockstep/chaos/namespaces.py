@@ -40,11 +40,11 @@ class Network:
     """Hosts on one network.
 
     Attributes:
-        name: Of the bridge's namespace; those of hosts are NAME-0, NAME-1, ...
+        name: Of the bridge's namespace; hosts have NAME-0, NAME-1, ...
         folder: For the hosts' files.
         prefix: Of addresses, 10.77.0. or one of IPv6.
         hostname: How a host calls itself.
-        known: Returns the line of /etc/hosts by which a host knows another, or itself.
+        known: Returns a host's line in /etc/hosts for another host, or itself.
     """
 
     name: str

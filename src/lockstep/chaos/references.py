@@ -44,7 +44,7 @@ def needs_one(kind: str, run: Path, undisturbed: Path) -> bool:
 
 
 def reference(kind: str, job: Job, run: Path, size: int, train: Callable[[Job, int], int]) -> Path:
-    """Train the run with which a round is compared; return its folder. Raises RunFailed.
+    """Train the reference run of a round; return its folder. Raises RunFailed.
 
     Args:
         kind: Of the round's fault.

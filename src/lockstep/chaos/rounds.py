@@ -54,7 +54,7 @@ _MAY_DIFFER = (
     *("recovery.snapshot_every", "recovery.compare_every", "launch.timeout"),
     *(f"recovery.bad_numbers.{key}" for key in ("nonfinite", "rollback_steps")),
 )
-"""Keys in which a round's config and that of the run with which it is compared may differ."""
+"""Keys that may differ between the configs of a round and its reference."""
 _LAST_LINES = 5  # of a failed run's output, in a message
 _OF_NO_METRIC = ("evaluation", "step", "samples", "seconds")
 
@@ -80,7 +80,7 @@ class ChaosRow:
         fired: Whether the fault has had its effect.
         recovery_seconds: From the fault to the end of the first update after it, or after it was mended.
         steps_redone: Updates that had been made before the fault, and were made again.
-        equal: Whether the last checkpoint, losses and evaluations are those of the undisturbed run, or the reference.
+        equal: Whether the last checkpoint, losses and evaluations equal the undisturbed run's, or the reference's.
         distance: Largest relative difference of a loss from the undisturbed run's.
         updates_unrecorded: Number of updates that metrics.jsonl lacks, without the last three before rank 0 fails.
         ledger_complete: Whether the run was trained on every sample of its order once.
@@ -151,7 +151,7 @@ class _Rounds:
         self._job = replace(self._job, config=prepared(self._job.config, kinds, self._settings.world.hosts))
 
     def train_undisturbed(self) -> None:
-        """Train the run in which nothing fails. Raises RunFailed if it does."""
+        """Train the run without faults. Raises RunFailed if it fails."""
         began = time.monotonic()
         self.undisturbed.parent.mkdir()
         code = self._train(self._job_in(self.undisturbed), self._settings.world.size)

@@ -31,7 +31,7 @@ class TensorDifference:
     """The difference between two tensors of equal dtype and shape.
 
     Attributes:
-        differing: Number of elements whose bits differ.
+        differing: Number of elements that differ bitwise.
         absolute, relative: Largest difference, and as a share of the larger magnitude; None if no pair is finite.
     """
 

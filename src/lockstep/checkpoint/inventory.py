@@ -92,7 +92,7 @@ class MeshSharding:
 
 @dataclass(frozen=True, slots=True)
 class OwnTensor:
-    """A tensor whose shards don't follow from a mesh: this rank's boxes, or its range of elements."""
+    """A tensor sharded without a mesh: this rank's boxes, or its range of elements."""
 
     info: TensorInfo
     boxes: tuple[Box, ...]

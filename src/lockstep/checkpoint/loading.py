@@ -52,7 +52,7 @@ def load_newest(
     check: Callable[[Manifest], Collection[str]] = lambda manifest: (),
     until: int | None = None,
 ) -> LoadedCheckpoint | None:
-    """Load the newest checkpoint that verifies, or that of `step`; return None if there is none. All ranks together.
+    """Load the newest checkpoint that verifies, or the one of `step`; return None if there is none. All ranks together.
 
     Args:
         check: Called with a manifest before its tensors are read; raises, alike on all ranks, if it must not be loaded,
@@ -60,7 +60,7 @@ def load_newest(
         until: Checkpoints of later steps are ignored.
 
     Raises:
-        RunFailed: There are checkpoints, and none can be read; or that of `step` can't; or it is of another model.
+        RunFailed: None of the checkpoints can be read, or not the one of `step`, or it is of another model.
     """
     broken: dict[str, str] = {}
     names = cast("list[str] | str", axis.broadcast(_candidates(storage, step, until) if axis.rank == 0 else None))
@@ -78,7 +78,7 @@ def load_newest(
 
 
 def move_newer_aside(storage: Storage, step: int, broken: Mapping[str, str]) -> list[str]:
-    """Move aside all checkpoints after `step`, from which the run resumes; on rank 0. Return where they are."""
+    """Move aside all checkpoints after `step`, where the run resumes; on rank 0. Return where they are."""
     moved = []
     for later, name in names_by_step(storage.names()).items():
         if later > step:

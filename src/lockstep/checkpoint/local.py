@@ -1,7 +1,7 @@
 """Checkpoints in a folder of a file system.
 
 checkpoints/step-00000240/           published: renamed once all in it was on the disk
-           /owner.json               the run whose checkpoints these are
+           /owner.json               the run that owns them
            /.draft-step-00000480/    being written
            /broken-step-00000360/    moved aside
 """

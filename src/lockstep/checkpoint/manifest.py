@@ -49,7 +49,7 @@ Name = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class CorruptCheckpoint(RunFailed):
-    """A checkpoint whose bytes are not what was written: a file within it, and what is wrong with it."""
+    """A damaged checkpoint: a file within it, and what is wrong with it."""
 
     kind = FailureKind.DAMAGED
 
@@ -196,7 +196,7 @@ def _with_hash(body: Any) -> bytes:
 
 def _check_grids(manifest: Manifest) -> None:
     if len(manifest.files) != manifest.ranks or manifest.files.keys() != set(map(shard_file, range(manifest.ranks))):
-        raise corrupt(f"has other files than those of its {manifest.ranks:,} ranks")
+        raise corrupt(f"doesn't have one file for each of its {manifest.ranks:,} ranks")
     checked: set[tuple[int, tuple[int, ...]]] = set()
     for name, entry in manifest.tensors.items():
         key = entry.grid, entry.shape

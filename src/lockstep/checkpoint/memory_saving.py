@@ -111,12 +111,12 @@ class WithMemory:
         return (self._memory if name in self._memory.names() else self._storage).open(name, file)
 
     def is_near(self, name: str) -> bool:
-        """Return whether a checkpoint is in the memory of this host, which is that of all ranks."""
+        """Return whether a checkpoint is in this host's memory, which all ranks share."""
         return self._is_shared and name in self._memory.names()
 
 
 def drop(memory: LocalStorage, is_dropped: Callable[[int, str], bool]) -> None:
-    """Delete the snapshots whose step and name `is_dropped` accepts."""
+    """Delete the snapshots for which `is_dropped(step, name)` is true."""
     for step, name in names_by_step(memory.names()).items():
         if is_dropped(step, name):
             with suppress(OSError):
@@ -124,7 +124,7 @@ def drop(memory: LocalStorage, is_dropped: Callable[[int, str], bool]) -> None:
 
 
 _KEPT = 2
-_METADATA = "metadata.json"  # of the host's first rank: rank 0 alone has the environment
+_METADATA = "metadata.json"  # of the host's first rank: only rank 0 has the environment
 
 
 class MemorySaver:

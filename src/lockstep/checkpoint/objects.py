@@ -2,7 +2,7 @@
 
 step-00000240/rank-00000.safetensors, ...   written first
 step-00000240/manifest.json                 written last: the checkpoint exists from now on
-owner.json                                  the run whose checkpoints these are
+owner.json                                  the run that owns them
 superseded-step-00000360/...                moved aside
 """
 

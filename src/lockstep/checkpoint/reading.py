@@ -44,7 +44,7 @@ def checked_manifest(storage: ReadableStorage, name: str, data: bytes) -> Manife
         own, other = run[:SHORT_ID], manifest.run[:SHORT_ID]
         raise CorruptCheckpoint(MANIFEST, f"belongs to another run (id {other}); the checkpoints here are of run {own}")
     if any(step != manifest.step for step in names_by_step([name])):
-        raise CorruptCheckpoint(MANIFEST, f"is that of step {manifest.step}")
+        raise CorruptCheckpoint(MANIFEST, f"is of step {manifest.step}")
     return manifest
 
 
@@ -137,7 +137,7 @@ class Reader:
 
 
 class _OpenFile:
-    """A file whose size and header are what was written. Raises CorruptCheckpoint."""
+    """A file with the size and header that were written. Raises CorruptCheckpoint."""
 
     def __init__(self, name: str, file: StoredFile, entry: FileEntry, hasher: BlockHasher) -> None:
         self.name = name

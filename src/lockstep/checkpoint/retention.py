@@ -1,4 +1,4 @@
-"""The rules by which checkpoints are kept or deleted.
+"""The rules for keeping and deleting checkpoints.
 
 the newest `keep_last`  +  the first of each `keep_every`  +  the best one      the others are deleted, oldest first
 """
@@ -81,7 +81,7 @@ class Retention:
 
     @property
     def best(self) -> int | None:
-        """The step whose metric is the best so far."""
+        """The step with the best metric so far."""
         return best_step(self._known(), self._section)
 
     def _known(self) -> dict[int, RetentionEntry]:

@@ -58,7 +58,7 @@ class StepMetadata:
 
 @dataclass(slots=True)
 class _Save:
-    """A save in progress, for which training waited `lost` seconds; `agreed`: all ranks know that all have settled."""
+    """A save in progress; training waited `lost` seconds for it; `agreed`: all ranks know that all have settled."""
 
     metadata: StepMetadata
     snapshot: Snapshot

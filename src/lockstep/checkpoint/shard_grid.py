@@ -1,4 +1,4 @@
-"""The grid in which ranks have written a tensor: where it is cut, and which rank's file has each cell.
+"""The grid of a saved tensor: where it is cut, and which rank's file has each cell.
 
     cuts {0: [0, 4], 1: [0, 8]}        +---------+---------+      cells in row-major order: ranks [0, 1, 2, 3]
                                        | rank 0  | rank 1  |

@@ -75,7 +75,7 @@ class ReadableStorage(Protocol):
 
     @property
     def run(self) -> str | None:
-        """Id of the run whose checkpoints these must be; None: unknown."""
+        """Id of the run that must own the checkpoints; None: unknown."""
 
     def names(self) -> list[str]:
         """Return the names of all published checkpoints, damaged ones included. Raises OSError."""

@@ -74,7 +74,7 @@ class Prepared:
         folder: The folder of the run, if the arguments or the config name it.
         nodes: Whether it can be started on several hosts.
         ranks: Ranks on each host, if the arguments state them; the config may do so, too.
-        restart: The arguments with which the same run is resumed; None: the same ones.
+        restart: The arguments that resume the same run; None: the same ones.
     """
 
     execute: Callable[[], int]
@@ -174,7 +174,7 @@ def approved_config(
     """Return the same as `read_config`, to be executed.
 
     Raises:
-        ConfigError: The config is wrong, or is that of another user's run and `trusted` is False.
+        ConfigError: The config is wrong, or belongs to another user's run and `trusted` is False.
     """
     loaded, name = read_config(names, overrides)
 
@@ -223,7 +223,7 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_hosts_without_number(args: argparse.Namespace, nodes: int | str) -> None:
-    """Raise ConfigError if a flag states how hosts meet, and there is only one: each would do the work alone."""
+    """Raise ConfigError if a flag is about several hosts, and there is only one: each would do all the work."""
     for name in HOST_FLAGS[1:]:
         if nodes == 1 and args.launch_nodes is None and getattr(args, f"launch_{name}") is not None:
             flag = f"--{name.replace('_', '-')}"

@@ -20,7 +20,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     """Read the arguments."""
     parser = Parser("eval", "Evaluates the model of a run on its evaluation sets, exactly, on any number of ranks.")
     parser.add_argument("run", type=run_path, metavar="RUN", help="the run's folder")
-    parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="processes; by default those of the run's config")
+    parser.add_argument("--ranks", type=ranks, metavar="N|auto", help="processes; default: the run's config")
     add_json(parser)
     add_trust(parser)
     args = parser.parse_args(arguments)

@@ -17,7 +17,7 @@ _FORMATS = ("auto", "safetensors", "torch", "hf", "dcp")
 
 def run(arguments: Sequence[str]) -> int:
     """Write the model, once every byte of it is verified."""
-    summary = "Writes the model of a run for other tools, from a checkpoint in which every byte of the model verifies."
+    summary = "Writes the model of a run for other tools, from a checkpoint after verifying every byte of the model."
     parser = Parser("export", summary, _EPILOG)
     parser.add_argument("run", type=run_path, metavar="RUN", help="a folder of a run, of checkpoints, or a checkpoint")
     which = parser.add_mutually_exclusive_group()

@@ -28,7 +28,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     add_run(parser, "as if started on N ranks; with --measure, processes on this machine")
     text = "memory of each rank, such as 80GiB; by default this machine's, if it has devices or cores for all"
     parser.add_argument("--memory", type=size, metavar="SIZE", help=text)
-    text = "strategies whose peak memory is found by updates on a simulated accelerator; default %(default)s"
+    text = "strategies to simulate for their peak memory; default %(default)s"
     parser.add_argument("--peak", choices=["all", "planned", "none"], default="all", help=text)
     text = "also run three updates here; show predicted and measured memory"
     parser.add_argument("--measure", action="store_true", help=text)

@@ -22,7 +22,7 @@ The ranks of a run that trains, started by whatever launcher, record the next up
 summary of its traces is printed. They are in RUN/profile: open them in https://ui.perfetto.dev, or with TensorBoard's
 plugin torch-tb-profiler. To trace given updates, set profile.steps: 10..13 in the config.
 
-lockstep profile data RECIPE      the data loader alone
+lockstep profile data RECIPE      only the data loader
 lockstep profile memory RECIPE    what holds the memory of a rank"""
 _DATA_EPILOG = f"""{CONFIG_EPILOG}
 Reads the samples of the run's first rank without training, with 0, 1, 2, 4 and more workers, until they don't pay.
@@ -101,7 +101,7 @@ def _record(trace: Trace) -> dict[str, object]:
 
 
 def _data(arguments: Sequence[str]) -> int:
-    summary = "Measures the data loader alone: what a sample costs, samples a second by number of workers."
+    summary = "Measures the data loader without the model: what a sample costs, samples a second by number of workers."
     parser = Parser("profile data", summary, _DATA_EPILOG, "[RECIPE ...] [options] [overrides]")
     add_run(parser, "ranks of this machine, which share its CPUs")
     parser.add_argument("--seconds", type=whole, default=20, metavar="S", help="of measurements; default %(default)s")
@@ -151,6 +151,6 @@ def _refuse_beside_gpus(run: Path) -> None:
 
 
 COMMANDS = {
-    "data": Command("measure the data loader alone", _data),
+    "data": Command("measure only the data loader", _data),
     "memory": Command("show what holds the memory of a rank", _memory),
 }

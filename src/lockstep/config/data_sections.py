@@ -31,7 +31,7 @@ class StdlibFunctions(Section):
     split: Literal["train", "held-out"] = "train"
     """`train`, or the functions held out for evaluation."""
     length: Positive = 512
-    """Bytes after which a function is truncated."""
+    """A longer function is truncated to this many bytes."""
 
 
 class Digits(Section):
@@ -82,7 +82,7 @@ class HuggingFaceData(Section):
     tokenizer: PathText | None = None
     """Folder or hub name of the tokenizer; null: the model's."""
     max_length: Positive = 512
-    """Tokens after which a sample is truncated. A prompt that is too long with its completion loses its beginning."""
+    """Longer samples are truncated to this many tokens. A prompt too long with its completion loses its beginning."""
     packed: bool = False
     """Language models: join documents and cut full samples, instead of padding."""
     mask_probability: Fraction = 0.15
@@ -137,7 +137,7 @@ class BadSamples(Section):
     limit: Positive = 10
     """skip: end the run after more bad samples than this."""
     timeout: Annotated[float, Field(gt=0)] | None = 30.0
-    """skip: seconds after which reading a sample is given up; null: never. A dataset with `__getitems__` has this long
+    """skip: seconds to wait for a sample; null: no limit. A dataset with `__getitems__` has this long
     for a micro-batch."""
 
     def _contradictions(self) -> Iterator[str]:

@@ -27,10 +27,10 @@ AUTO = "auto"
 _PLACE = "parallel.deepspeed.config"
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _OF_PLAN = (*_BATCH, "scheduler")
-"""Keys whose values depend on the plan."""
+"""Keys that depend on the plan."""
 _CURVES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _OF_ONE_SCHEDULER = {"warmup_max_lr": "WarmupDecayLR", "cos_min_ratio": "WarmupCosineLR"}
-"""Parameters whose defaults matter under one scheduler; all others matter under every one."""
+"""Parameters with defaults that matter under one scheduler; all others matter under every one."""
 _LEFT_OUT: dict[str, dict[str, Any]] = {
     "zero_optimization": {"stage": 0},
     "zero_optimization.offload_optimizer": {"device": "none"},

@@ -63,7 +63,7 @@ def load(
 
     Args:
         environ: None: the environment of this process.
-        of_runs: Files that were named by their runs' folders.
+        of_runs: Files that were given as their runs' folders.
 
     Raises:
         ConfigError: Lists every problem.

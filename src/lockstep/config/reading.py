@@ -6,7 +6,7 @@
                             betas -> Items(...)          run.yaml:3:10
 
 Plain scalars have the meaning of YAML 1.2 (https://yaml.org/spec/1.2.2/#103-core-schema): `3e-4` is a number, `no` is
-text; and digits may be grouped as in `1_000_000`. A leaf keeps its text, for keys whose value is text.
+text; and digits may be grouped as in `1_000_000`. A leaf keeps its text, for keys of type text.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class _Reader:
 
 
 def _join_surrogates(text: str) -> str:
-    """Return text whose surrogate pairs, which YAML's reader takes from JSON's escapes, are single characters."""
+    """Join surrogate pairs, which YAML's reader takes from JSON's escapes, into single characters."""
     if not any("\ud800" <= sign <= "\udfff" for sign in text):
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

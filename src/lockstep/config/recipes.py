@@ -24,7 +24,7 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A config file, under the name of its runs; `of_run`: it was named by the folder of its run."""
+    """A config file, under the name of its runs; `of_run`: it was given as the folder of its run."""
 
     name: str
     path: Path

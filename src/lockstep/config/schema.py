@@ -1,4 +1,4 @@
-"""The config's schema, from which the JSON Schema, the reference page and every check are derived.
+"""The config's schema: source of the JSON Schema, the reference page and every check.
 
 Frozen, complete, and nothing derived: what follows from it (accumulation, steps, ranks) is in `plan`. This module
 exports all sections.
@@ -145,7 +145,7 @@ class ImageClassifierModel(ModelSection):
 
 
 class HuggingFaceModel(ModelSection):
-    """A model of the transformers library, from a folder, from the local cache, or from a config alone."""
+    """A model of the transformers library, from a folder, from the local cache, or from a config only."""
 
     kind: Literal["huggingface"]
     task: Literal[
@@ -315,7 +315,7 @@ class Checkpoint(Section):
 
 
 class EarlyStoppingConfig(Section):
-    """End of a run whose evaluations no longer improve."""
+    """Ends a run when its evaluations no longer improve."""
 
     metric: str
     """Metric of an evaluation set, such as `held-out.loss`."""
@@ -375,7 +375,7 @@ class Run(Section):
     folder: RunPlaceText | None = None
     """Folder of the run; null: runs/RECIPE-DATE-TIME."""
     end_with: Literal["last", "best"] = "last"
-    """Final weights: those of the last step, or of `checkpoint.best`."""
+    """Final weights: of the last step, or of `checkpoint.best`."""
     allow_untested: bool = False
     """Allow combinations that were never tested (docs/strategies.md)."""
     determinism: Literal["default", "deterministic", "invariant"] = "default"

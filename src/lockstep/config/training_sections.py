@@ -12,7 +12,7 @@ from lockstep.strategies.section import Auto, Fraction, PathText, Positive, Sect
 
 
 class BadNumbers(Section):
-    """Steps whose loss or gradient norm is not finite, or far above those before: a spike."""
+    """Steps with a loss or gradient norm that is not finite, or far above the steps before (a spike)."""
 
     nonfinite: Literal["skip", "rollback", "stop"] = "skip"
     """Action on a NaN or infinity. skip: discard the step; rollback: also go back by `rollback_steps`; stop: also
@@ -21,13 +21,13 @@ class BadNumbers(Section):
     """Action on a spike. warn: keep the step and report it; skip: discard it; rollback: also go back by
     `rollback_steps`; stop: also end the run."""
     window: Annotated[int, Field(ge=8)] = 128
-    """Kept steps from which median and deviation are computed; there are no spikes before."""
+    """Kept steps for the median and deviation; no spike is detected before there are as many."""
     threshold: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 20.0
     """Deviations above the median that make a spike. A deviation is 1.4826 x the median absolute deviation, and at
     least 1 % of the median."""
     rollback_steps: Positive = 10
-    """rollback: steps, up to the bad one, whose samples are left out. The run resumes from the newest checkpoint or
-    snapshot before them."""
+    """rollback: leave out the samples of this many steps, up to the bad one. The run resumes from the newest
+    checkpoint or snapshot before them."""
 
     def _contradictions(self) -> Iterator[str]:
         if self.rollback_steps != type(self).model_fields["rollback_steps"].default and not self.rolls_back:
@@ -186,9 +186,9 @@ class LossScale(Section):
     initial: Annotated[float, Field(gt=0)] = 65536.0
     """First loss scale."""
     growth_factor: Annotated[float, Field(gt=1)] = 2.0
-    """Factor by which the scale grows."""
+    """The scale grows by this factor."""
     backoff_factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Factor by which the scale shrinks after an overflow, which discards the step."""
+    """The scale shrinks by this factor after an overflow, which discards the step."""
     growth_interval: Positive = 2000
     """Steps without overflow before the scale grows."""
 
@@ -263,7 +263,7 @@ class ProfileConfig(Section):
     ranks: Literal["all"] | tuple[Annotated[int, Field(ge=0)], ...] = (0,)
     """Ranks that record."""
     warmup: Annotated[int, Field(ge=0)] = 1
-    """Steps before each trace in which the profiler already runs."""
+    """Profiler warmup steps before each trace."""
     active: Positive | None = None
     """Steps in a trace; null: all of `steps`."""
     wait: Annotated[int, Field(ge=0)] = 0
@@ -289,7 +289,7 @@ class ProfileConfig(Section):
 
 
 NOTICES = ("aws", "gcp", "azure")
-"""Clouds whose metadata services announce that a machine will be taken back."""
+"""Clouds with a metadata service that announces when a machine will be taken back."""
 
 
 class Budgets(Section):
@@ -341,7 +341,7 @@ class Watchdog(Section):
 
 
 class Recovery(Section):
-    """Restarts of a run whose ranks have failed or whose hosts are lost, under Lockstep's launcher."""
+    """Restarts after failed ranks or lost hosts, under Lockstep's launcher."""
 
     restarts: Annotated[int, Field(ge=0)] = 3
     """Restarts in a row from the newest checkpoint, without progress, for each kind of failure; 0: never. An exception
@@ -350,7 +350,7 @@ class Recovery(Section):
     watchdog: Watchdog = Watchdog()
     bad_numbers: BadNumbers = BadNumbers()
     snapshot_every: Annotated[int, Field(gt=0)] | Literal["auto"] | None = "auto"
-    """Steps between in-memory snapshots (/dev/shm), from which restarted ranks resume; auto: at most 0.5 % of the time;
+    """Steps between in-memory snapshots (/dev/shm) for restarted ranks; auto: at most 0.5 % of the time;
     null: none. They take four times the memory of the state, on several hosts five times. Only under Lockstep's
     launcher."""
     compare_every: Positive | None = None

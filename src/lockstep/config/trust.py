@@ -243,7 +243,7 @@ def _with_hidden_values(loaded: LoadedConfig) -> Config:
 def _unknown(path: Keys) -> Problem:
     key = ".".join(path)
     variable = f"set {path[2]} in your environment, or " if path[:2] == _VARIABLES else ""
-    why = "is a secret, whose value isn't kept in a run's folder and isn't known here"
+    why = "is a secret; its value isn't kept in a run's folder and isn't known here"
     return Problem("", key, f"{why}; {variable}give --{key} VALUE")
 
 

@@ -1,4 +1,4 @@
-"""The folder of what can be made or downloaded again, locks by which one process makes it, and drafts.
+"""The cache folder, with locks so that one process fills it, and drafts.
 
 $LOCKSTEP_CACHE/KIND/...     by default ~/.cache/lockstep (or $XDG_CACHE_HOME/lockstep)
 NAME@HOST@PID.part           a draft of NAME: renamed when complete, deleted by the next writer if its own has ended
@@ -89,7 +89,7 @@ def locked(path: Path, work: str, *, stays: bool = True) -> Iterator[Callable[[s
 def _opened(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except PermissionError:  # another user's, whose work can still be waited for
+    except PermissionError:  # another user's lock, which can still be waited for
         if not path.exists():
             raise
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Delays signal handlers that may raise, such as that of Ctrl-C, to the end of a step: half a step can't be saved.
+"""Delays signal handlers that may raise, such as Ctrl-C's, to the end of a step: half a step can't be saved.
 
 Outside of a step, and in a program without one in its main thread, nothing changes.
 """
@@ -87,7 +87,7 @@ class Deferral:
 
 
 DEFERRAL = Deferral()
-"""The deferral of this process, whose signals reach its main thread."""
+"""The deferral of this process; its signals reach its main thread."""
 
 
 class DeferredHandler:

@@ -77,7 +77,7 @@ class OutOfMemory(RunFailed):
 
     Attributes:
         advice: The end of the message: what to change.
-        too_large: Sizes of micro-batches, by their keys, of which smaller ones may fit.
+        too_large: Sizes of micro-batches, by their keys, where smaller ones may fit.
     """
 
     kind = FailureKind.OUT_OF_MEMORY

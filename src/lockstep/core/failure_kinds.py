@@ -31,7 +31,7 @@ class Retry(Enum):
 
 
 class FailureKind(Enum):
-    """A way in which a rank or a run ends.
+    """How a rank or a run ends.
 
     Attributes:
         exit_code: Of the process, and of the run if this kind is its cause.
@@ -56,7 +56,7 @@ class FailureKind(Enum):
     CONFIG = ("refused", "The config, or what it names, can't be trained.", "", Retry.NEVER, 2)
     OTHER_DATA = (
         "checkpoint of other data",
-        "The data, the model or the seed differ from those with which the checkpoint was made.",
+        "The data, the model or the seed differ from the checkpoint's.",
         "Undo the change, or resume with it: lockstep train RUN --accept-changes; --fresh starts over.",
         Retry.NEVER,
         2,

@@ -29,7 +29,7 @@ _NUMBERS = 16
 _MOST_WORKERS, _MOST_SAMPLES = 32, 256  # what is beyond isn't noted
 _PROCESS, _EVALUATES, _SAMPLE, _NUMBER, _HEAD = range(5)  # of a row: the sample that is read + 1, samples of its batch
 _ROW = _HEAD + _MOST_SAMPLES
-_NAME_AT, _NAME = _NUMBERS + (2 + _MOST_WORKERS) * _ROW, 16  # the last row is that of all other workers
+_NAME_AT, _NAME = _NUMBERS + (2 + _MOST_WORKERS) * _ROW, 16  # the last row is for all other workers
 _BYTES = 8 * (_NAME_AT + _NAME)
 _MOST_NAMED = 8  # samples
 
@@ -89,7 +89,7 @@ class Files(NamedTuple):
 
 
 class Heartbeat:
-    """The heartbeat of a rank: its memory, whose numbers are `TIME` and the others, and its files."""
+    """The heartbeat of a rank: its memory, with the numbers `TIME` and the others, and its files."""
 
     def __init__(self, files: Files | None = None) -> None:
         self.files = files or Files()

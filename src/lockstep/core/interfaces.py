@@ -1,4 +1,4 @@
-"""Network interfaces: which one has an address, and from which address this host reaches another.
+"""Network interfaces: which one has an address, and which local address reaches another host.
 
 route_to("10.0.0.1")     --> "10.0.0.2"     the kernel's choice, for a datagram that is never sent
 interface_of("10.0.0.2") --> "eth1"         for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME
@@ -47,7 +47,7 @@ def has_address(interface: str) -> bool:
 
 
 def route_to(host: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> str | None:
-    """Return the address from which this host sends to another; None if there is no route or no such host."""
+    """Return the local address that this host uses to reach another; None if there is no route or no such host."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, _ANY_PORT, family, socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -62,7 +62,7 @@ def interface_names() -> list[str]:
 
 
 def outside_addresses() -> list[str]:
-    """Return the addresses at which other hosts may reach this one."""
+    """Return the addresses where other hosts may reach this one."""
     return [str(own) for _, own in _addresses() if not own.is_loopback and not own.is_link_local]
 
 

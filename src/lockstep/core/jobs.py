@@ -26,7 +26,7 @@ class JobCommand:
         folder: Absolute path of the folder for the job's files.
         ranks: Ranks on each node, if the command says so.
         nodes: Whether it can run on several nodes.
-        starts_run: Whether it starts or resumes a run, whose folder all nodes share.
+        starts_run: Whether it starts or resumes a run, with a folder that all nodes share.
         sweep: The words that each run of a sweep adds; empty: one run.
         state_bytes: Estimated bytes of a checkpoint, if known.
         run_folder: As the command names it, relative to where it runs or absolute.

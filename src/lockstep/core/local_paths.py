@@ -18,9 +18,9 @@ def url_refusal(text: str) -> str | None:
         return None
     scheme, rest = match.groups()
     if scheme.lower() == "file":
-        return f"{text} is a URL; write the path alone: /{rest.removeprefix('localhost/')}"
+        return f"{text} is a URL; write only the path: /{rest.removeprefix('localhost/')}"
     if scheme.lower() in ("hub", "hf", "huggingface"):
-        return f"{text} is a URL; write the name on the hub alone: {re.sub('^(models|datasets)/', '', rest)}"
+        return f"{text} is a URL; write only the name on the hub: {re.sub('^(models|datasets)/', '', rest)}"
     return (
         f"{text} is a URL ({scheme}), and a path of a file system is needed here; give one that all hosts see, such as "
         f"/mnt/{rest.strip('/') or 'run'} where the storage is mounted"

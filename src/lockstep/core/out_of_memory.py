@@ -61,7 +61,7 @@ def requested_bytes(error: BaseException) -> int | None:
 
 
 def lacks_shared_memory(error: BaseException) -> bool:
-    """Return whether /dev/shm is full, through which data workers pass tensors."""
+    """Return whether /dev/shm, where data workers pass tensors, is full."""
     return "shared memory" in str(error)
 
 

@@ -41,13 +41,13 @@ UPDATE_PHASES = tuple(phase for phase in Phase if phase is not Phase.EVALUATION)
 Mark = tuple[float, Phase | None]
 """A time of the host's clock, and the phase that begins; None: an update has ended."""
 _COMMUNICATION, _EVALUATION = Phase.COMMUNICATION, Phase.EVALUATION
-_WHOLE = (Phase.SAVE, Phase.EVALUATION)  # whose collectives belong to them
+_WHOLE = (Phase.SAVE, Phase.EVALUATION)  # collectives in them belong to them
 _TIME, _PHASE, _IN_WHOLE = heartbeat.TIME, heartbeat.PHASE, heartbeat.IN_WHOLE
 _NO_TIMES = (0.0,) * len(Phase)
 _RATIO = math.log(1.02)  # between the bins of durations: percentiles are exact to 1 %
 _SHORTEST = 1e-7  # seconds
-_MEASURED_ONE_OF = 8  # updates whose phases are measured on a device
-_MAX_WAITING = 4  # measured updates whose events haven't been read
+_MEASURED_ONE_OF = 8  # of this many updates, one is measured by phase on a device
+_MAX_WAITING = 4  # measured updates with unread events
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class UpdateTimes:
 
     Attributes:
         durations: Of whole steps, without evaluations.
-        split: Seconds by `Phase`, over the steps whose phases were measured.
+        split: Seconds by `Phase`, over the steps measured by phase.
         measured: Number of these steps: all on a CPU, one of several on a device.
         evaluation: Seconds of evaluations.
     """

@@ -1,4 +1,4 @@
-"""The progress of a run: a value, identical on every rank, of which schedules and data order are functions."""
+"""The progress of a run: a value, identical on every rank; schedules and data order are functions of it."""
 
 from __future__ import annotations
 

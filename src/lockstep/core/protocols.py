@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Source(Protocol):
-    """A dataset whose samples can be fetched in any order."""
+    """A dataset that returns its samples in any order."""
 
     @property
     @abstractmethod
@@ -62,7 +62,7 @@ class Source(Protocol):
 class Objective(Protocol):
     """The loss that a model is trained for: a sum over targets, and the number of targets.
 
-    The gradient of an update is that of `sum of loss_sum / sum of count` over all its micro-batches and ranks, so any
+    An update's gradient is of `sum of loss_sum / sum of count` over all its micro-batches and ranks, so any
     split of the samples gives the same gradient.
 
     Three more members are optional: `decomposes` (False if the loss of a batch is not the sum of its samples' losses),
@@ -181,7 +181,7 @@ class Engine(Protocol):
 
 
 class Optimizer(Protocol):
-    """An optimizer whose step can be discarded without a copy of its state."""
+    """An optimizer that can discard its step without a copy of its state."""
 
     @property
     def groups(self) -> list[dict[str, object]]:
@@ -265,7 +265,7 @@ class Transform(Protocol):
     """A change to the module before it is sharded. Transforms are applied in the order that their rules give.
 
     Attributes:
-        name: The config key, or any unique name, by which others refer to it.
+        name: The config key, or any unique name, that others refer to it by.
         after: Names of the transforms that are applied before this one, where they are present. `parallel.pipeline` is
             the pipeline partition.
         before: Names of the transforms that are applied after this one, where they are present.

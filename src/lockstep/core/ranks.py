@@ -3,7 +3,7 @@
 LOCKSTEP_STORE_FD   for rank 0: a socket that already listens on MASTER_PORT, so that no other process can take the port
 LOCKSTEP_LAUNCHER   process id of Lockstep's launcher
 LOCKSTEP_NODES      number of hosts; on several, MASTER_PORT is on each host's loopback, and launchers forward it
-LOCKSTEP_ADDRESS    this host's address on the network on which the launchers have met
+LOCKSTEP_ADDRESS    this host's address on the launchers' network
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _require(environ: Mapping[str, str]) -> None:
     needed = _NEEDED[:2] if environ.get("WORLD_SIZE") == "1" else _NEEDED
     if missing := [name for name in needed if name not in environ]:
         variables = ", ".join(f"{name}={environ[name]}" for name in needed if name in environ)
-        why = f"is not set, but {variables} is; set it as torchrun does, or unset RANK and WORLD_SIZE to start alone"
+        why = f"is not set, but {variables} is; set it as torchrun does, or unset RANK and WORLD_SIZE for one process"
         raise ConfigError([_problem(name, why) for name in missing])
 
 

@@ -26,7 +26,7 @@ class LeftOutSample:
         index: In the dataset.
         reason: The exception and the line that raised it, or what else leaves it out.
         position: The first one, in the order of the run, over all epochs; -1: not known yet.
-        until: Position from which it is used again, because the config no longer leaves it out.
+        until: Position where it is used again, because the config no longer leaves it out.
     """
 
     index: int
@@ -151,7 +151,7 @@ class Request(Enum):
 
 
 class Tally(Enum):
-    """A sum in the vote, in addition to that of the losses."""
+    """A sum in the vote, in addition to the losses'."""
 
     DIGEST = 0  # identifies the samples of this update, see `data.order`; the sum is modulo 2^40
     SETTLED = 1  # saves that this rank has finished, successfully or not
@@ -178,7 +178,7 @@ class StepReport:
         loss: Mean over all valid targets; NaN if there are none.
         count: Valid targets over all ranks.
         grad_norm: Global 2-norm of the gradient of `loss`, before clipping.
-        lr: Learning rate of groups whose `lr_scale` is 1.
+        lr: Learning rate of groups with `lr_scale` 1.
         loss_scale: 1 unless the compute precision is fp16.
         discarded: Steps discarded so far, including this one.
         seconds: Since the run's first step began.
@@ -231,7 +231,7 @@ class NumbersReport:
     """A step with bad numbers, and what was done about it.
 
     Attributes:
-        step: The step after which it is recorded.
+        step: It is recorded after this step.
         update: The bad one.
         what: Its loss and gradient norm, or what makes it a spike.
         action: `kept`, `discarded`, `repeated`, `left out`, `rolled back` or `stopped`.
@@ -249,7 +249,7 @@ class NumbersReport:
 
 @dataclass(frozen=True, slots=True)
 class RestartReport:
-    """The position from which a run resumes.
+    """The position where a run resumes.
 
     Attributes:
         attempt: From 1.

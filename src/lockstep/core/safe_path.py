@@ -31,7 +31,7 @@ def _runs_lockstep(words: list[str]) -> bool:
 
 
 class safe_interpreters:  # noqa: N801  # read as `with safe_interpreters():`; contextlib isn't imported yet
-    """A context in which interpreters that are started don't search the working folder."""
+    """Let interpreters started in this context not search the working folder."""
 
     def __enter__(self) -> None:
         self._before = os.environ.get(VARIABLE)

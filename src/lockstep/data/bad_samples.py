@@ -88,7 +88,7 @@ def read_or_explain(read: Callable[[Indices], T], indices: Indices) -> T:
 
 
 def read_again(read: Callable[[Indices], T], indices: Indices, error: Exception) -> T:
-    """Read the samples again, for which `read(indices)` raised `error`, and return them.
+    """Read the samples again after `read(indices)` raised `error`, and return them.
 
     Raises:
         UnusableSamples: They can't be read, or not be put into one batch; it names the sample.
@@ -197,11 +197,11 @@ def time_limit(seconds: float | None) -> Iterator[None]:
 
 
 class SkippingSource:
-    """A source whose batches lack the samples that can't be read, or are to be left out; their `left_out` lists them.
+    """A source without the samples that can't be read or are to be left out; `left_out` of a batch lists them.
 
     Args:
         skips: Whether other samples than `known` (index: reason) may be left out.
-        timeout: Seconds after which reading a sample counts as endless.
+        timeout: Seconds; reading a sample for longer counts as endless.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class SkippingSource:
             self._good = None
 
     def reasons(self, indices: Indices) -> dict[int, str]:
-        """Return why those of these samples that are known to be left out are, by index."""
+        """Return the reason, by index, for each of these samples that is known to be left out."""
         return {index: self._known[index] for index in indices.tolist() if index in self._known} if self._known else {}
 
     def lacks(self, indices: Indices, left_out: Sequence[LeftOutSample]) -> bool:
@@ -270,7 +270,7 @@ class SkippingSource:
         return faults
 
     def _good_sample(self) -> Indices:
-        """Return a sample [1] that can be read, whose numbers are finite: NaN without weight would still be NaN.
+        """Return a readable sample [1] of finite numbers: NaN without weight would still be NaN.
 
         Raises RunFailed if there is none among those that are tried, from the first to the last.
         """
@@ -307,7 +307,7 @@ def _listed(indices: Indices, left_out: Mapping[int, str]) -> tuple[LeftOutSampl
 
 
 def positioned(left_out: tuple[LeftOutSample, ...], indices: Indices, first: int) -> tuple[LeftOutSample, ...]:
-    """Return the samples with their positions; `first` is that of the micro-batch's first of `indices`."""
+    """Return the samples with their positions; `first` is the position of the micro-batch's first of `indices`."""
     places = {index: first + place for place, index in enumerate(indices.tolist())}
     return tuple(replace(sample, position=places[sample.index]) for sample in left_out)
 

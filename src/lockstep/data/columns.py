@@ -16,7 +16,7 @@ from lockstep.config.schema import Config
 from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 
-_BLOCK = 10 << 20  # of JSON, whose keys are all columns for the datasets library, too
+_BLOCK = 10 << 20  # of JSON; all its keys are columns for the datasets library, too
 
 
 def first_row(name: str) -> Mapping[str, Any]:
@@ -76,7 +76,7 @@ def check_first_texts(row: Mapping[str, Any], columns: Sequence[str]) -> None:
     """Raise ConfigError if a column doesn't hold text."""
     for column in columns:
         value = row[column]
-        if value is None or isinstance(value, str):  # a row without a text is named when it is read
+        if value is None or isinstance(value, str):  # a row without a text is reported when it is read
             continue
         if is_chat(value):
             content = "messages; write them as text first, with the tokenizer's apply_chat_template"

@@ -2,7 +2,7 @@
 
     item of the dataset       inputs of the model                   targets
     mapping                   all other keys, by name               its label, labels, target or targets
-    tuple or list             all but the last, in order            the last; of one alone: none
+    tuple or list             all but the last, in order            the last; of a single one: none
     a tensor, or a number     itself                                none
 
 Items are collated by the user's function, or by torch's with lists of numbers as tensors; then the batch is split as
@@ -76,7 +76,7 @@ def adapt_dataset(dataset: Any, collate: Collate | None = None, reading: ItemRea
     """
     if isinstance(dataset, Source):
         if collate is not None:
-            raise ConfigError(f"{type(dataset).__name__} is a source, whose fetch collates; remove collate")
+            raise ConfigError(f"{type(dataset).__name__} is a source, and its fetch collates; remove collate")
         return dataset
     dataset = dataset if collate is not None else _of_columns(dataset)
     _check_map_style(dataset)
@@ -278,7 +278,7 @@ def _rows(*parts: Any, otherwise: int) -> int:
 
 
 def fingerprint_of_items(dataset: Any, collate: Any, read: Callable[[int], Any]) -> str:
-    """Return the fingerprint of a map-style dataset, whose items `read` returns. Raises UnusableSamples."""
+    """Return the fingerprint of a map-style dataset; `read` returns its items. Raises UnusableSamples."""
     module = type(dataset).__module__.replace("__mp_main__", "__main__")  # as ranks that aren't forked import a script
     kind = f"{module}.{type(dataset).__qualname__}"
     inner = dataset.dataset if isinstance(dataset, WeightedDataset) else dataset

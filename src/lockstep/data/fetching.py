@@ -204,7 +204,7 @@ def _begin_worker(rank: int, from_main_thread: bool, unreadable: UnreadableSampl
     plant_unreadable(unreadable)  # a worker that isn't forked doesn't know it
     if os.getppid() == rank and from_main_thread:
         die_with_parent(rank)
-    else:  # the parent is a fork server, or a thread, whose end would count as the rank's
+    else:  # the parent is a fork server or a thread, and its end would count as the rank's
         exit_with_process(rank)
     heartbeat.own().become_worker(worker)
     for number in _RANK_SIGNALS:
@@ -239,7 +239,7 @@ def _death(error: Exception, kills_before: Kills) -> RunFailed:
         kind = FailureKind.WORKER_EXITED
     elif "killed by signal" not in message:  # another one, such as a segmentation fault
         reason = f". If it was killed: {why.text}"
-    # what to do about samples is stated by the launcher; workers that the kernel kills end silently in the rank, too
+    # the launcher says what to do about samples; workers that the kernel kills end silently in the rank, too
     unknown = not read and kind in (FailureKind.WORKER_DIED, FailureKind.WORKER_EXITED)
     evaluation_set = read[0].evaluation_set if read else None
     return WorkerDied(

@@ -4,7 +4,7 @@
 
                                inputs                           targets
     causal-lm                  input_ids, attention_mask        the ids themselves (the objective shifts them); with a
-                                                                label column, those of the completion
+                                                                label column, the completion's
     masked-lm                  the same, some ids hidden        the hidden ids
     sequence-classification    the same                         classes [samples]; numbers; [samples, classes]
     seq2seq                    the same                         the ids of the target text

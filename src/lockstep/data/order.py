@@ -38,7 +38,7 @@ _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 class SampleOrder:
-    """The order in which the samples of each epoch are used: a new permutation each, if shuffled."""
+    """The order of the samples in each epoch: a new permutation each, if shuffled."""
 
     def __init__(self, samples: int, seed: int, *, shuffle: bool = True) -> None:
         assert 0 < samples < 2**62

@@ -32,7 +32,7 @@ def open_source(
     """Return the data that `section` describes. Raises ConfigError: it isn't on this machine, or doesn't suit the task.
 
     Args:
-        task: Task of a transformers model, whose inputs have other names (`input_ids`); `LANGUAGE_MODEL` for a
+        task: Task of a transformers model, with other input names (`input_ids`); `LANGUAGE_MODEL` for a
             language model of Lockstep; None for any other.
         tokenizer: The model's, for sections without one.
     """
@@ -71,11 +71,11 @@ def check_task(section: DataSource, task: str | None) -> None:
         return
     purpose = f"for {', '.join(tasks)}" if tasks else "for no model of the transformers library"
     why = f"data of kind {section.kind} has batches {purpose}, but this model is made for {task}"
-    raise ConfigError(f"{why}; take kind: custom, whose items have the keys that the model's forward takes")
+    raise ConfigError(f"{why}; take kind: custom, with items that have the keys of the model's forward")
 
 
 class PreparedSource:
-    """A source whose batches `prepare` completes or renames for a model's forward; the fingerprint is the same."""
+    """A source with batches completed or renamed by `prepare` for a model's forward; the fingerprint is the same."""
 
     def __init__(self, source: Source, prepare: Callable[[Batch], Batch]) -> None:
         self.source = source
@@ -91,7 +91,7 @@ class PreparedSource:
 def skipping(
     source: Source, bad_samples: BadSamples, ranges: Sequence[tuple[int, int]] = (), *, later: bool = False
 ) -> Source:
-    """Return a source that leaves out bad samples, those of `data.leave_out` (`ranges`), and others `later`.
+    """Return a source that leaves out bad samples, `data.leave_out` (`ranges`), and others `later`.
 
     Raises ConfigError if there are no such samples, or too many.
     """

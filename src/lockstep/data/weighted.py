@@ -1,4 +1,4 @@
-"""A dataset whose samples are drawn by weights, such as rare classes more often.
+"""A dataset that draws samples by weight, such as rare classes more often.
 
     weights       0.1  0.6   0.1  0.2       on a line of the length of their sum
     draws          |----|----|----|---      evenly spaced, from a start that is keyed by the epoch

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from lockstep.core.errors import ConfigError, Problem
 
 _USED = ("Stream", "Event", "current_stream", "set_device", "default_generators", "get_device_properties")
-"""Members of torch's module of a device that a run uses. That of Apple's GPUs (torch.mps) has almost none of them."""
+"""Members of torch's module of a device that a run uses. Apple's (torch.mps) has almost none of them."""
 
 
 def visible_devices(requested: str) -> tuple[str, int]:
     """Return the device type of `launch.device` here, and how many of them this process sees; the CPU: 0.
 
-    It may start the device's driver, after which a forked process can't use it.
+    It may start the device's driver; a process forked after that can't use it.
     """
     if requested != "auto":
         return requested, 0 if requested == "cpu" else _count(requested)
@@ -65,7 +65,7 @@ def choose_backend(requested: str, device: torch.device) -> str:
     works = "launch.device: cpu works" if default in (None, backend) else f"{default} works"
     why = ""
     if backend is None:
-        why = f"torch has no backend for {device.type}; name that of its plugin, or write launch.device: cpu"
+        why = f"torch has no backend for {device.type}; name its plugin's, or write launch.device: cpu"
     elif not dist.is_backend_available(backend):
         why = f"{backend} isn't part of this build of torch; {works}"
     elif device.type not in dist.Backend.backend_capability.get(backend, [device.type]):

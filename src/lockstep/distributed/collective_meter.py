@@ -4,7 +4,7 @@
     tensor parallelism                            --> functional collectives --> wait_tensor()
     DDP                                           --> its reducer, in C++: `sharding.ddp` counts in `World.reduced`
 
-Bytes and bandwidths are those of nccl-tests (PERFORMANCE.md).
+Bytes and bandwidths are defined as in nccl-tests (PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CollectiveTotals:
 
 
 class CollectiveMeter:
-    """Counts this rank's collectives by operation and group size, and marks the time in which it waits."""
+    """Counts this rank's collectives by operation and group size, and marks the time that it waits."""
 
     def __init__(self, clock: PhaseClock, reduced: ReducedGradients | None = None) -> None:
         self._clock = clock
@@ -115,7 +115,7 @@ class CollectiveMeter:
             finally:
                 clock.enter(before)
             if work is not None and size:
-                if len(self._started) >= _MAX_STARTED:  # some are never waited for, but for their streams
+                if len(self._started) >= _MAX_STARTED:  # some are never waited for, only their streams
                     self._started.clear()
                 self._started[id(work)] = (totals, size, began)
             return work

@@ -176,7 +176,7 @@ def _moved(tensor: Tensor, types: Sequence[str]) -> Tensor:
 
 
 _waits: StoreExchange | None = None
-"""The exchange over whose store all groups wait. Process-wide, since groups are made by torch and DeviceMesh, too."""
+"""The exchange with the store that all groups wait over. Process-wide, as torch and DeviceMesh make groups, too."""
 
 
 @contextmanager
@@ -241,7 +241,7 @@ def receive(buffer: Tensor, group: dist.ProcessGroup, rank: int) -> Tensor:
 class Ring:
     """The ranks of a group in a circle: 0 --> 1 --> 2 --> 0.
 
-    Each sends tensors to the next one and receives those of the one before.
+    Each sends tensors to the next one and receives the tensors of the one before.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

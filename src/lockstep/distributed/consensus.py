@@ -6,10 +6,10 @@
              ------------------------------------------------------------------------ sum
     all      the same numbers, so the same decision everywhere
 
-The counts of valid targets are those of the *next* update, whose batch is already there: the divisor of the loss is
+The counts of valid targets are for the *next* update; its batch is already there, and so the divisor of the loss is
 known before the forward starts. A request was made by some rank if its slot is above zero.
 
-The norm is that of the gradient summed over ranks, the same on all: a strategy that shards gradients sums it. The next
+The norm is of the gradient summed over ranks, the same on all: a strategy that shards gradients sums it. The next
 vote compares the ranks' norms, in a sum, where one outlier among 1,024 ranks shows as among 2:
 
     x --> cell of ln x on a grid --> two integers below 2^14 --> each, and its square, summed exactly in float64
@@ -84,7 +84,7 @@ class HostConsensus:
         self._axis = axis
         self._loss_sum = loss_sum
         self._norm_before = _NO_NORM
-        self._own: list[float] = []  # those of a single rank, which are the sums
+        self._own: list[float] = []  # a single rank's, which are the sums
         self._finish: Callable[[], Tensor] | None = None
 
     def announce(self, count: float, tokens: int) -> tuple[float, float]:
@@ -115,11 +115,11 @@ class HostConsensus:
     def close(self, squared_norm: Callable[[], Tensor]) -> VoteResult:
         """Return the result of the vote.
 
-        The sum is waited for before another one begins: gloo stops reading from a rank whose sum has failed, and one
+        The sum is waited for before another one begins: gloo stops reading from a rank after a failed sum, and one
         that comes after it would never end.
 
         Args:
-            squared_norm: Returns that of the gradient summed over ranks, 0-dim; the same on all.
+            squared_norm: Returns the squared norm of the gradient summed over ranks, 0-dim; the same on all.
         """
         slots = self._own if self._finish is None else self._finish().tolist()
         norm = squared_norm().item()
@@ -131,7 +131,7 @@ class HostConsensus:
 
 
 class DeviceConsensus:
-    """The vote for tensors on a GPU: the result stays there. Its methods are those of `HostConsensus`."""
+    """The vote for tensors on a GPU: the result stays there. It has the methods of `HostConsensus`."""
 
     def __init__(self, axis: Axis, device: torch.device, loss_sum: Callable[[], Tensor] | None = None) -> None:
         self._axis = axis

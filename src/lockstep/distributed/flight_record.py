@@ -1,6 +1,6 @@
 """The flight record: torch's list of a rank's last 2,000 collectives (`TORCH_FR_BUFFER_SIZE`), also incomplete ones.
 
-Under NCCL the host runs ahead: the last collective that was called isn't the one in which the device waits.
+Under NCCL the host runs ahead: the last collective that was called isn't the one that the device waits in.
 """
 
 from __future__ import annotations

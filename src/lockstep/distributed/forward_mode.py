@@ -1,6 +1,6 @@
 """How the forwards of one model run: sequences sharded over ranks or not, whole or sharded weights, refused weights.
 
-the engine sets       sequences              attention is ring attention, positions are those of this rank
+the engine sets       sequences              attention is ring attention, positions are this rank's
 a check sets          whole_weights          tensor-parallel modules compute with gathered weights
 a stage sets          refused_sides          weights that other stages hold may not be used
 
@@ -69,7 +69,7 @@ class ForwardMode:
     Attributes:
         sequences: How sequences are sharded over ranks; None: they are whole.
         whole_weights: Whether modules with sharded weights compute with all of them.
-        refused_sides: Sides of the blocks whose weights this rank may not use; None is what both sides use.
+        refused_sides: Sides of the blocks with weights that this rank may not use; None: used by both sides.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class ForwardMode:
 
 
 _dividing: ForwardMode | None = None
-"""The mode of the model whose forward or backward divides sequences. Process-wide, since user code calls `positions`
+"""The mode while a forward or backward divides sequences. Process-wide, since user code calls `positions`
 without its model, and autograd's threads, which recompute blocks, see no context variable."""
 
 
@@ -106,6 +106,6 @@ def positions(length: int, device: torch.device | str | None = None) -> Tensor:
     if length != division.own:
         raise RunFailed(
             f"the model asks for the positions of {length} tokens, and this rank has {division.own} of each sequence; "
-            "parallel.context is for models whose layers all see the same tokens"
+            "parallel.context needs all layers of the model to see the same tokens"
         )
     return division.positions

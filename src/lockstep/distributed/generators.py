@@ -3,7 +3,7 @@
     augmenter = numpy.random.default_rng(7)
     lockstep.register_generator("augmenter", augmenter)     on every rank, whenever user code makes it
 
-Each rank's state is saved under the generator's name. What a fetch draws is keyed and leaves the state alone, since
+Each rank's state is saved under the generator's name. What a fetch draws is keyed and doesn't change the state, since
 batches are fetched ahead, in other processes. A generator that is registered after a resume gets its state then. A new
 rank's state is drawn from rank 0's.
 """
@@ -26,7 +26,7 @@ from lockstep.core.keys import key
 
 Generator = torch.Generator | np.random.Generator | random.Random
 PREFIX = "generators."  # of the names of states, which each rank has its own of
-_TEXT_BYTES = 16_384  # the size of a state as text, whose number of digits varies; all states fit
+_TEXT_BYTES = 16_384  # the size of a state as text, with a varying number of digits; all states fit
 
 
 _registered: dict[str, Generator] = {}  # process-wide: user code registers before there is a session, and once
@@ -77,7 +77,7 @@ def put(states: Mapping[str, Tensor], rank: int) -> None:
 
 
 def on_host() -> dict[str, Tensor]:
-    """Return copies of the states of generators that a data worker can use, not those of an accelerator."""
+    """Return copies of the states of generators that a data worker can use: none of an accelerator."""
     return {name: _get(generator) for name, generator in _of_host()} if _registered else {}
 
 

@@ -76,7 +76,7 @@ class GlooGroup:
 
 
 makers: dict[str, Callable[[dist.ProcessGroup], HostGroup]] = {}
-"""The makers of exchanges for backends whose ranks aren't processes, by the backend's name: simulations. All others are
+"""The makers of exchanges for simulated backends, where ranks aren't processes, by the backend's name. All others are
 connected over gloo."""
 
 _groups: dict[dist.ProcessGroup, HostGroup] = {}
@@ -98,7 +98,7 @@ def forget_host_groups() -> None:
 
 
 def device_types(group: dist.ProcessGroup) -> tuple[str, ...]:
-    """Return the device types whose tensors a group's backend takes."""
+    """Return the device types of the tensors that a group's backend takes."""
     return tuple(pair.partition(":")[0] for pair in dist.get_backend_config(group).split(","))
 
 

@@ -1,6 +1,6 @@
 """Times collectives and checks their values: each operation over sizes, and each pair of ranks.
 
-Bandwidths are those of nccl-tests (doc/PERFORMANCE.md): bytes of the largest buffer of a rank over the median seconds;
+Bandwidths as in nccl-tests (doc/PERFORMANCE.md): bytes of the largest buffer of a rank over the median seconds;
 times a factor for the bus bandwidth, which doesn't depend on the number of ranks.
 """
 

@@ -34,7 +34,7 @@ class TensorParallelGroup:
 
     Attributes:
         replicated: Names of the parameters that each rank holds whole.
-        partial: Replicated parameters whose gradients have to be summed over the ranks.
+        partial: Replicated parameters that need their gradients summed over the ranks.
     """
 
     axis: Axis

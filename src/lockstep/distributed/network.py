@@ -2,9 +2,9 @@
 
 one machine                             loopback, where no other machine can connect
 the variable is set                     what the user, or Lockstep's launcher, has chosen
-Lockstep's launcher of several hosts    the interface by which it has met the others
+Lockstep's launcher of several hosts    the interface where it has met the others
 MASTER_ADDR is another machine          the interface of the route to it
-MASTER_ADDR is this machine             the interface that has the address to which the others connect
+MASTER_ADDR is this machine             the interface of the address that the others connect to
 
 By default gloo takes the interface of the hostname's address, which anybody can reach, or (Debian: 127.0.1.1) nobody.
 With GLOO_ENABLE_STORE_V2_API each rank asks the store once for all addresses, instead of twice for each peer.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _ADDRESS, _OTHER = "network/address-of-rank-0", "network/other-interface-of-rank-"
 _ALL_AT_ONCE = "GLOO_ENABLE_STORE_V2_API"
-_OTHERS_S = 30.0  # for ranks of other machines to post the address to which they have connected
+_OTHERS_S = 30.0  # for ranks of other machines to post the address that they have connected to
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def use_interface(environment: RankEnvironment, store: Store) -> None:
 
 
 def other_interfaces(environment: RankEnvironment, store: Store) -> list[str]:
-    """Return a clause for each host that uses another interface than the one by which it reaches the others."""
+    """Return a clause for each host that uses another interface than its route to the others."""
     keys = [f"{_OTHER}{rank}" for rank in range(environment.world_size)]
     with suppress(RuntimeError):  # the store has ended
         return [*dict.fromkeys(store.get(key).decode() for key in keys if store.check([key]))]

@@ -1,4 +1,4 @@
-"""The board on which ranks post notices outside of collectives, also from a thread of a rank that is stuck.
+"""The board where ranks post notices outside of collectives, also from a thread of a rank that is stuck.
 
 It has a connection to the store of its own, so that its threads don't block others.
 """
@@ -17,7 +17,7 @@ _ANNOUNCEMENT = "announcement"
 
 
 class NoticeBoard:
-    """The latest notice of each rank, and one announcement to all. `store` None: this rank is alone."""
+    """The latest notice of each rank, and one announcement to all. `store` None: this is the only rank."""
 
     def __init__(self, store: Store | None, rank: int, size: int) -> None:
         self._store = store

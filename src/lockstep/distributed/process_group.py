@@ -70,7 +70,7 @@ class World:
 
     Attributes:
         axis: All ranks.
-        local_rank, machine_ranks: The rank among those of this machine, and their number.
+        local_rank, machine_ranks: The rank on this machine, and the number of its ranks.
         backend: The backend of the collectives; `none` for a single process.
         exchange: Connects the ranks when collectives have failed; None for a single process.
         launcher_store: The store of a launcher that restarts its ranks; None: there is none.
@@ -251,7 +251,7 @@ def _failure_posted(world: World) -> Iterator[None]:
 
 
 def _world(environment: RankEnvironment, device: torch.device, backend: str, timeout: float, *, wakes: bool) -> World:
-    """Return this rank among those of the initialized process group; `wakes`: see `StoreExchange`."""
+    """Return this rank of the initialized process group; `wakes`: see `StoreExchange`."""
     group = dist.group.WORLD
     assert group is not None
     rank, size = group.rank(), group.size()
@@ -350,7 +350,7 @@ _stores: dict[tuple[str, int], Store] = {}  # process-wide: a port can't be boun
 
 
 def _store(environment: RankEnvironment, limit: timedelta) -> Store:
-    """Return the store at which ranks meet. A single rank needs none that listens.
+    """Return the store where ranks meet. A single rank needs none that listens.
 
     Lockstep's launcher passes on a socket that listens on loopback. Under other launchers, ranks of one machine bind to
     the one address that all were given: torch's store would listen on every interface.

@@ -29,7 +29,7 @@ def seed_everything(seed: int) -> None:
 
 
 def _seed_host(seed: int) -> None:
-    """Seed Python's and NumPy's generators: 5.5 us; with more than 32 bits, NumPy's alone would take 8 us."""
+    """Seed Python's and NumPy's generators: 5.5 us; with more than 32 bits, NumPy's would already take 8 us."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
 

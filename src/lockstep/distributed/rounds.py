@@ -1,4 +1,4 @@
-"""A name for each round in which ranks meet, so that none reads keys of an earlier one.
+"""A name for each round of ranks, so that none reads keys of an earlier one.
 
     rank 3   ask/3 = a token of its own          --> rank 0
              answer/TOKEN = the round's name     <--           once all have asked
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _SHORTEST, _LONGEST = 0.001, 0.2  # seconds between two looks into the store
-_ASK_AGAIN = 10.0  # seconds after which a rank that was answered, perhaps by a rank 0 that has ended, asks again
+_ASK_AGAIN = 10.0  # seconds until a rank that was answered, perhaps by a rank 0 that has ended, asks again
 
 
 class RoundTimeout(RuntimeError):

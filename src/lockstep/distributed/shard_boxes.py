@@ -186,7 +186,7 @@ class ShardLike:
 
 
 def local_shards(tensor: Tensor) -> LocalShards:
-    """Return the boxes that this rank holds of a tensor: one with all of it, or those of its shards."""
+    """Return the boxes that this rank holds of a tensor: one with all of it, or its shards' boxes."""
     kind = TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape))
     if not is_sharded(tensor) or not kind.whole.elements:
         return LocalShards(kind, (kind.whole,))
@@ -246,7 +246,7 @@ def mesh_intervals(length: int, sizes: Sequence[int], strides: Sequence[int]) ->
 
 @dataclass(frozen=True, slots=True)
 class RowShards:
-    """The ranks over which FSDP shards rows, and the whole shape of each parameter by name."""
+    """The ranks that FSDP shards rows over, and the whole shape of each parameter by name."""
 
     axis: Axis
     shapes: Mapping[str, tuple[int, ...]]

@@ -53,7 +53,7 @@ class StoreExchange:
         self._rounds: Counter[str] = Counter()
 
     def listen(self) -> None:
-        """Post the addresses on which this rank's groups listen; again when more groups have been made."""
+        """Post the addresses where this rank's groups listen; again when more groups have been made."""
         if self._wakes:
             self._store.set(f"listens/{self._rank}", json.dumps(sorted(_listening())))
 
@@ -151,7 +151,7 @@ _Address = tuple[str, int]
 
 
 def _listening() -> set[_Address]:
-    """Return the addresses on which this process listens, without the store's."""
+    """Return the addresses where this process listens, without the store's."""
     listeners = (item for item in _sockets() if item.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     addresses = {_address(item.getsockname()) for item in listeners}
     return {address for address in addresses if address[1] != int(os.environ.get("MASTER_PORT", "0"))}

@@ -15,10 +15,10 @@ from lockstep.launch.ends_file import LastLaunch, LaunchEnds
 from lockstep.monitor.folder import LOGS
 
 _MOST_READ = 16 << 20  # bytes of a file: its end
-_MOST_SKIPPED = 1 << 30  # bytes before them in which lines are counted
+_MOST_SKIPPED = 1 << 30  # bytes before them where lines are counted
 _MOST_LOGS = 1024
-_MOST_SEARCHED = 4000  # characters of a line, in which a failure is looked for
-_LONGEST_LINE = 1 << 16  # characters that are kept of a line
+_MOST_SEARCHED = 4000  # characters of a line that are searched for a failure
+_LONGEST_LINE = 1 << 16  # characters kept of a line
 _LOG_NAME = re.compile(r"rank-(\d+)\.log")
 
 

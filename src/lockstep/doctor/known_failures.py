@@ -34,7 +34,7 @@ class KnownFailure:
 
     Attributes:
         pattern: Matches a line of another program that shows it; None: no line does.
-        file: In which it shows; empty: the ranks' logs.
+        file: Where it shows; empty: the ranks' logs.
     """
 
     name: str
@@ -78,7 +78,7 @@ _LIMITS = (
         "shared memory full",
         r"out of shared memory|insufficient shared memory|Bus error|shared memory segment .*failed|"
         r"(fail|[Ee]rror|No space).*/dev/shm/nccl|unable to (mmap|allocate shared)",
-        "/dev/shm, through which data workers and NCCL pass tensors, is full or small (64 MiB in a container).",
+        "/dev/shm is full or small (64 MiB in a container); data workers and NCCL pass tensors through it.",
         "Start the container with --shm-size=16g or --ipc=host, or set data.loader.workers: 0.",
     ),
     row(
@@ -99,8 +99,8 @@ _NETWORK = (
         "wrong network interface",
         r"connectFullMesh failed|Unable to find (address|interface) for|[Nn]o socket interface found|"
         r"(remote=|peer )\[?127\.0\.1\.1",
-        "gloo or NCCL listens on an interface that other hosts don't reach, such as loopback, to which the "
-        "hostname resolves; or a firewall lets them reach the store alone.",
+        "gloo or NCCL listens on an interface that other hosts don't reach, such as loopback if the "
+        "hostname resolves to it; or a firewall lets them reach only the store.",
         "Set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between the hosts (ip route get HOST).",
     ),
     row(
@@ -135,14 +135,14 @@ _SOFTWARE = (
         "driver too old",
         r"driver version is insufficient|NVIDIA driver on your system is too old|"
         r"[Dd]river/library version mismatch",
-        "The GPU's driver is older than the CUDA with which torch is built, or was updated without a restart.",
+        "The GPU's driver is older than torch's CUDA, or was updated without a restart.",
         "Update the driver, restart the host, or install a torch for an older CUDA.",
     ),
     row(
         "torch built for other GPUs",
         r"no kernel image is available|is not compatible with the current PyTorch installation",
         "This build of torch has no code for this GPU's architecture.",
-        "Install a torch whose CUDA version supports the GPU.",
+        "Install a torch with a CUDA version that supports the GPU.",
     ),
     row(
         "packages that don't fit",
@@ -251,7 +251,7 @@ _SEEN_BY_RANKS = (
         "NCCL timeout",
         r"Watchdog caught collective operation timeout|watchdog (got stuck|thread terminated)",
         "A rank did not reach a collective: it failed, hangs, is slow, or called another one.",
-        "Look for the rank whose log has no such line, or another operation; raise launch.timeout only if it is slow.",
+        "Look for the rank without such a line, or with another operation; raise launch.timeout only if it is slow.",
         Standing.CONSEQUENCE,
     ),
     row(

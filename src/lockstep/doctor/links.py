@@ -43,7 +43,7 @@ def hosts_of(places: Sequence[RankPlace]) -> list[str]:
 
 
 def check_of_values(rows: Sequence[Any]) -> list[Finding]:
-    """Return the collectives whose values are wrong."""
+    """Return the collectives with wrong values."""
     bad = [f"{row.operation} of {size(row.size)}" for row in rows if not row.is_right]
     if bad:
         remedy = "Find the host: run with fewer ranks; then check its memory, cables and drivers."
@@ -86,7 +86,7 @@ def check_of_clocks(places: Sequence[RankPlace]) -> list[Finding]:
         skew = abs(clock - places[0].clock)
         if skew >= SKEW_WARNS:
             state = FindingState.WRONG if skew >= SKEW_BREAKS else FindingState.WARNING
-            seen = f"the clock of {host} is {skew:.1f} s {'ahead of' if clock > places[0].clock else 'behind'} that of "
+            seen = f"the clock of {host} is {skew:.1f} s {'ahead of' if clock > places[0].clock else 'behind'} "
             remedy = f"Set both by NTP, {host} and {places[0].host}: timedatectl set-ntp true"
             findings.append(Finding(state, f"{seen}{places[0].host}", remedy, "clock"))
     return findings

@@ -13,12 +13,12 @@ import numpy as np
 from lockstep.core.formatting import value
 from lockstep.report.series import Numbers, Series
 
-_FEWEST = 20  # values, of which fewer have no trend
+_FEWEST = 20  # values; fewer have no trend
 _PARTS = 10
 _GROWN = 2.0  # times the lowest, and larger than at the start: worth a note
 _DIVERGED = 10.0  # times the lowest: no noise, and no opponent that learns, too
 _EXPLODED = 1000.0  # times the first
-_LAST = 2  # values at the end, of which one alone may be an outlier
+_LAST = 2  # values at the end; a single one may be an outlier
 _IMPROVED = 0.99  # of the median at the start
 _REMEDY = "Lower optim.lr, lengthen its warmup, or set optim.clip_norm: 1.0."
 

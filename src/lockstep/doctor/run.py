@@ -55,7 +55,7 @@ from lockstep.training.memory_snapshots import snapshots_in
 
 _SHORTEST_HANG_S = 10.0
 _MOST_SURVIVED = 5  # failures in a note
-_INTERVALS = 5  # between records, after which a run without a further one hangs
+_INTERVALS = 5  # between records; a run without a record for that long hangs
 _OF_HOSTS = ("--nodes", "--rendezvous", "--job-id", "--ranks")
 """Flags that a resumed run needs again: its config has what the others set."""
 _OF_MEMORY = {kind.title for kind in FailureKind if kind.retry is Retry.MEMORY}
@@ -250,11 +250,11 @@ def saved_state(run: Path, data: RunData) -> str:
         return f"The state after step {in_memory:,} is in this host's memory, in {memory}."
     if own < 0:
         return "No checkpoint exists: the run starts from the beginning."
-    return f"The newest checkpoint is that of step {own:,}."
+    return f"The newest checkpoint is of step {own:,}."
 
 
 def _flags_of_hosts(data: RunData) -> list[str]:
-    """Return the flags of the recorded command line by which several hosts met."""
+    """Return the flags of the recorded command line for several hosts."""
     typed = data.environment.get("command_line")
     words = [word for word in typed if isinstance(word, str)] if isinstance(typed, list) else []
     if not any(word.partition("=")[0] == "--nodes" for word in words):
@@ -274,7 +274,7 @@ def _steps(run: Path) -> list[int]:
 
 
 def differences_of_hosts(records: Sequence[LaunchEnds]) -> list[str]:
-    """Return a sentence for each host whose environment differs from node 0's."""
+    """Return a sentence for each host with another environment than node 0."""
     notes = []
     for record in records[1:]:
         if changed := list(_differences(records[0].environment, record.environment)):

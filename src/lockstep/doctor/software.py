@@ -183,7 +183,7 @@ def nvidia(machine: MachineView, torch: Any, count: int) -> Iterator[Finding]:
     """Check driver, NCCL and whether the GPUs reach each other; torch finds at least one."""
     version, cuda = _driver(machine), torch.version.cuda
     if not torch.distributed.is_nccl_available():
-        yield wrong("this torch has no NCCL, by which GPUs exchange gradients", "Install an official build of torch.")
+        yield wrong("this torch has no NCCL, so GPUs can't exchange gradients", "Install an official build of torch.")
     else:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         yield ok(f"driver {version or 'unknown'}, CUDA {cuda}, NCCL {nccl}")

@@ -57,7 +57,7 @@ def _disk(machine: MachineView, path: Path, what: str, remedy: str) -> Finding:
 
 
 def shared_memory(machine: MachineView) -> Iterator[Finding]:
-    """Check /dev/shm, through which data workers and NCCL pass tensors."""
+    """Check /dev/shm, where data workers and NCCL pass tensors."""
     place = machine.root / "dev/shm"
     remedy = (
         "In a container, start it with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir in memory at /dev/shm); "
@@ -87,7 +87,7 @@ def open_files(machine: MachineView) -> Iterator[Finding]:
 
 
 def clock(machine: MachineView) -> Iterator[Finding]:
-    """Compare the clock with that of the file system, which hosts may share."""
+    """Compare the clock with the file system's, which hosts may share."""
     place = machine.existing(machine.folder)
     began = time.time()
     try:
@@ -184,7 +184,7 @@ def hugging_face_hub(machine: MachineView) -> Iterator[Finding]:
         yield ok(f"{endpoint} answers")
     else:
         yield warning(
-            f"{endpoint} doesn't answer: names of models and datasets are found in the cache alone",
+            f"{endpoint} doesn't answer: names of models and datasets are found only in the cache",
             "Set HTTPS_PROXY or HF_ENDPOINT; or run `lockstep data fetch RECIPE` with a network, and set "
             "HF_HUB_OFFLINE=1.",
         )
@@ -239,7 +239,7 @@ SETTINGS = (
     ("NCCL_SHM_DISABLE", "1", "GPUs exchange by the network: slow", "Unset it."),
     ("NCCL_IB_DISABLE", "1", "NCCL uses sockets, also where InfiniBand is", "Unset it."),
     ("NCCL_DEBUG", "TRACE", "NCCL logs every call: slow", "Set it to WARN."),
-    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "a rank whose peer has ended waits without a limit", "Unset it."),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "a rank waits without a limit after its peer has ended", "Unset it."),
     ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "checks each collective: slow", _KEEP),
     ("CUDA_LAUNCH_BLOCKING", "1", "the host waits for each kernel: slow", _KEEP),
 )

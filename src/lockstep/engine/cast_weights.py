@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lockstep.core.records import Inputs
 
 _PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-"""torch's modules whose forward uses all of its parameters in a product that autocast lowers."""
+"""torch's modules that use all of their parameters in a product that autocast lowers."""
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def cast_weights(
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches which parameters are only `cast` to the lower precision, and with which else is computed (`kept`)."""
+    """Watches which parameters are only `cast` to the lower precision, and which ones are used otherwise (`kept`)."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ def _stand_ins(
 
 
 def _cast_by_class(model: nn.Module, names: dict[int, str]) -> set[str]:
-    """Return the names of the parameters that belong to products alone, as far as classes show."""
+    """Return the names of the parameters that only products use, as far as classes show."""
     in_products: set[int] = set()
     elsewhere: set[int] = set()
     for module in model.modules():

@@ -95,5 +95,5 @@ def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def in_form(form: str | int, value: Any) -> Any:
-    """Return a value in the form of a block's output: "tensor", or a tuple of `form` items of which it is the first."""
+    """Return a value in the form of a block's output: "tensor", or a tuple of `form` items that begins with it."""
     return value if isinstance(form, str) else (value, *(None for _ in range(form - 1)))

@@ -1,4 +1,4 @@
-"""Micro-batches whose sequences are divided over ranks: each computes its own positions, and its part of the loss.
+"""Sequences divided over ranks: each computes its own positions, and its part of the loss.
 
 Targets are aligned with their logits before sequences are divided: the target of a rank's last position is the first
 token of its neighbor.
@@ -48,7 +48,7 @@ class SequenceDivider:
         targets_of: Returns the target of each position that has logits; -100 for none.
 
     Attributes:
-        rule: The positions at which the model sees the tokens of a padded sequence; None: batches with padding before
+        rule: The positions of the tokens of a padded sequence in the model; None: batches with padding before
             tokens are refused, because they aren't known.
     """
 
@@ -126,7 +126,7 @@ class SequenceDivider:
 
 
 PositionRule = Callable[["Tensor | None", Tensor], Tensor]
-"""(real tokens [B, T or more] or None, targets [B, T]) -> positions at which the model sees tokens, [B, T]."""
+"""(real tokens [B, T or more] or None, targets [B, T]) -> positions of tokens in the model, [B, T]."""
 
 
 def _by_row(real: Tensor | None, targets: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def _without_mask(inputs: Inputs, length: int) -> tuple[Inputs, Tensor | None]:
 
 
 class ContextEngine:
-    """The engine of a model whose sequences are divided; `engine` prepares micro-batches with `divider`."""
+    """The engine of context parallelism; `engine` prepares micro-batches with `divider`."""
 
     def __init__(self, engine: EagerEngine, divider: SequenceDivider) -> None:
         self._engine = engine
@@ -234,7 +234,7 @@ class ContextEngine:
         if module is not None:
             why = (
                 f"{module} has another output at a position of its sequence's part than in the whole sequence. Layers "
-                "see this rank's positions alone, except for attention by F.scaled_dot_product_attention or of the "
+                "see only this rank's positions, except for attention by F.scaled_dot_product_attention or of the "
                 "transformers library. Take positions from lockstep.positions() instead of torch.arange(), or from a "
                 "forward's `position_ids`; or leave parallel.context out"
             )
@@ -255,7 +255,7 @@ class ContextEngine:
             return self._different(batch, axis)
 
     def _rule_of_padding(self, batch: Batch, axis: Axis) -> PositionRule | None:
-        """Return the rule under which forwards are the same where padding comes before tokens; None: none is known."""
+        """Return the rule that keeps forwards the same where padding comes before tokens; None: none is known."""
         padded = _padded_before(batch)
         if not all(axis.gather(padded is not None)):
             return None

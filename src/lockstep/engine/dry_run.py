@@ -130,7 +130,7 @@ def _full_precision() -> Iterator[None]:
 
 @contextmanager
 def outputs_of_modules(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield a mapping that collects modules' last outputs by name, in the order in which they end."""
+    """Yield a mapping that collects modules' last outputs by name, in the order of their ends."""
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str, module: nn.Module, inputs: object, output: object) -> None:

@@ -43,12 +43,12 @@ _ONE_VALUE = "Expected more than 1 value per channel when training"
 
 
 class EagerEngine:
-    """The engine of a model whose forward runs in one process.
+    """The engine of a model with its forward in one process.
 
     Args:
         model: The module without wrappers, which an evaluation's forward calls.
         key_draws: Called before each forward.
-        muted: Makes a context in which what user code logs is dropped, such as for padding samples.
+        muted: Makes a context that drops what user code logs, such as for padding samples.
         prepare: Returns the micro-batch to compute, of a micro-batch; None: the same.
     """
 

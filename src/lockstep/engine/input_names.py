@@ -15,7 +15,7 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import Inputs
 
 _WRAPPED = ("module", "_orig_mod")
-"""The attributes in which wrappers that pass their inputs on (DDP, torch.compile) hold the wrapped module."""
+"""The attributes where wrappers that pass their inputs on (DDP, torch.compile) hold the wrapped module."""
 _DTYPES_DIFFER = re.compile(r"dtype|scalar type|Input type|input type", re.ASCII)
 
 

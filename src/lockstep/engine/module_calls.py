@@ -16,7 +16,7 @@ _OF_ZERO3 = re.compile(r"'ds_|_in_forward|PostBackwardFunction|\[0\]|\(0\)|mat2 
 
 
 def forward_called(name: str, key: str, remedy: str = "") -> ConfigError:
-    """Return the error for a module whose forward is called by itself, without the hooks that `key` needs."""
+    """Return the error for a direct call of a module's forward, without the hooks that `key` needs."""
     why = f"the model calls {name}.forward by itself, so that hooks don't run; call the module, {name}(...){remedy}"
     return ConfigError(Problem("", key, why))
 

@@ -19,7 +19,7 @@ from lockstep.engine.placeholders import OuterModule, no_chain, outer_modules, r
 from lockstep.plan.stages import Schedule, balanced
 
 _COLLECTED = ("output_router_logits", "output_hidden_states", "output_attentions")
-"""Keys of a transformers config with which outputs contain something of each block."""
+"""Keys of a transformers config that add something of each block to the outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def _named_blocks(blocks: Sequence[str], split: Sequence[str], stages: int) -> l
 
 
 def _cost(module: nn.Module) -> float:
-    """Return the number of weights with which a token is multiplied: those of tables are only looked up."""
+    """Return the number of weights that multiply a token: tables are only looked up."""
     tables = {
         id(parameter)
         for child in module.modules()

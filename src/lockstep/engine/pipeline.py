@@ -70,7 +70,7 @@ class PipelineEngine:
 
     @property
     def first_module(self) -> nn.Module:
-        """The module whose outputs are the first that this rank uses."""
+        """The first module with outputs that this rank uses."""
         return self._stages.first_module
 
     @property

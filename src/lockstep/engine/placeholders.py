@@ -1,4 +1,4 @@
-"""Modules around the blocks of a model, and placeholders for those of other ranks.
+"""Modules around the blocks of a model, and placeholders for other ranks' modules.
 
     embedding        before    the first stage's; also the last one's, if tied to a weight after the blocks
     norm, head       after     the last stage's
@@ -108,7 +108,7 @@ def shadowed(tensors: Iterable[tuple[nn.Module, str, Tensor]]) -> Iterator[None]
 
 
 def outer_modules(model: nn.Module, blocks: Sequence[str], used: Mapping[str, Side]) -> list[OuterModule]:
-    """Return the modules that are not in blocks; `used` has the side on which a parameter is used, if it is known."""
+    """Return the modules that are not in blocks; `used` has a parameter's side, if it is known."""
     outer: list[OuterModule] = []
     defined: Side = "before"
     inside = tuple(f"{block}." for block in blocks)

@@ -142,7 +142,7 @@ class ScheduleRunner:
     def run(self, specs: Sequence[Sequence[ActivationSpec]]) -> None:
         """Make one update, with these activation specs by micro-batch and stage.
 
-        What a stage raises is raised without torch's wrapper, whose message doesn't name it.
+        An error of a stage is raised without torch's wrapper, which hides its message.
         """
         for stage in self._stages:
             stage.expect(specs)

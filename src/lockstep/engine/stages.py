@@ -87,11 +87,11 @@ class ActivationSpec:
 
 
 class PartitionedModel:
-    """A model of which this rank keeps some stages.
+    """A model with some stages on this rank.
 
     Args:
         model: Partitioned in place, before it is moved to `device` or sharded.
-        inputs: Inputs of a few samples, on the CPU: they show on which side of the blocks other modules are used.
+        inputs: Inputs of a few samples, on the CPU: they show which side of the blocks uses other modules.
 
     Attributes:
         blocks: Names of the blocks that are kept.
@@ -156,7 +156,7 @@ class PartitionedModel:
 
     @property
     def first_module(self) -> nn.Module:
-        """The module whose outputs are the first that this rank uses: the model, or the first block of a later stage.
+        """The first module with outputs that this rank uses: the model, or the first block of a later stage.
 
         A module before the blocks may be called on a later stage, too, if a weight is tied to its own: in vain.
         """
@@ -276,7 +276,7 @@ class PartitionedModel:
             return cast("Tensor", self._dry_forward(inputs))
 
     def _dry_forward(self, inputs: Inputs, *, hooks: bool = False) -> object:
-        """Run a forward in which blocks return their inputs, or are left out."""
+        """Run a forward where blocks return their inputs, or are left out."""
         with entered_modules(self.model) as inside:
             try:
                 with self._refusing_sums_over_weights():
@@ -295,7 +295,7 @@ class PartitionedModel:
 
     @contextmanager
     def _refusing_sums_over_weights(self) -> Iterator[None]:
-        """Refuse a forward that takes all parameters of a module with blocks, of which a stage has only some."""
+        """Refuse a forward that takes all parameters of a module with blocks: a stage has only some."""
         blocks = set(map(self.model.get_submodule, self._names))
         around = [module for module in self.model.modules() if blocks & {*module.modules()} and module not in blocks]
 
@@ -325,7 +325,7 @@ class PartitionedModel:
             yield
 
     def _without_weights(self) -> AbstractContextManager[None]:
-        """Compute outside of the blocks with placeholders, so with shapes alone."""
+        """Compute outside of the blocks with placeholders, so with shapes only."""
         shared = {id(parameter) for name, parameter in self.model.named_parameters() if name in self.shared}
 
         def placeholders() -> Iterator[tuple[nn.Module, str, Tensor]]:
@@ -351,7 +351,7 @@ class PartitionedModel:
             self._mode.refused_sides = frozenset()
 
     def _in_block(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        assert self._handler is not None, "a partitioned model runs by PartitionedModel.run alone"
+        assert self._handler is not None, "a partitioned model runs only by PartitionedModel.run"
         return self._handler(index, args, kwargs)
 
     def _to_send(self, output: Any) -> Tensor:

@@ -38,7 +38,7 @@ _REASONS = (
     "columns, and only those, need sum_gradient"
 )
 _NOISE = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
-"""Relative to the largest gradient: a parameter on which outputs don't depend has a gradient of rounding errors."""
+"""Relative to the largest gradient: a parameter without effect on outputs has a gradient of rounding errors."""
 
 
 @dataclass(slots=True)
@@ -57,8 +57,8 @@ class TensorCheck:
     """A check of a tensor plan.
 
     Attributes:
-        whole_weights: Makes a context in which the model computes with whole weights.
-        group: The ranks over which the matrices are sharded.
+        whole_weights: Makes a context where the model computes with whole weights.
+        group: The ranks that share the matrices.
         world: All ranks, which share their results.
     """
 
@@ -137,7 +137,7 @@ class TensorCheck:
         if name in self.group.partial and not observed.whole:
             own = self.group.axis.sum(own.clone())
         flat = own.reshape(-1)
-        step = flat.numel() // _SAMPLED | 1  # odd, so as not to sample one column alone
+        step = flat.numel() // _SAMPLED | 1  # odd, so as not to sample only one column
         observed.gradients[name] = torch.cat([flat[::step], flat.norm()[None]]).float()
         nothing = torch.zeros((), dtype=own.dtype, device=own.device).expand(own.shape)
         return as_shard_of(gradient, nothing)

@@ -1,6 +1,6 @@
-"""The side of a model's blocks on which its other weights are used, whatever the order of definition.
+"""Which side of a model's blocks uses its other weights, whatever the order of definition.
 
-Found in a forward with stand-ins for all weights, in which one block of each kind replaces the others of its kind.
+Found in a forward with stand-ins for all weights, where one block of each kind replaces the others of its kind.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Use(NamedTuple):
     """The result of a forward of the whole model.
 
     Attributes:
-        sides: The side on which each parameter is used; empty if the forward failed.
+        sides: The side that uses each parameter; empty if the forward failed.
         given: The first block's first argument.
         outputs: What each block returns, by its index; some are missing if the forward failed.
         failed: Where it failed by itself; None: it didn't.
@@ -43,7 +43,7 @@ class Use(NamedTuple):
 
 @torch.no_grad()
 def sides_of_use(model: nn.Module, blocks: Sequence[str], inputs: Inputs) -> Use:
-    """Return the side on which each parameter is used; those used on both, or not in this forward, are left out.
+    """Return the side that uses each parameter, without those used on both or not in this forward.
 
     Args:
         model: On the CPU, perhaps without values; whole.
@@ -85,7 +85,7 @@ def _few_tokens(inputs: Inputs) -> Inputs:
 
 
 class _UseTracker:
-    """Tracks on which side of the blocks a forward is (None: between them), and which parameters it uses there."""
+    """Tracks which side of the blocks a forward is on (None: between them), and which parameters it uses there."""
 
     def __init__(self, kinds: Sequence[Hashable]) -> None:
         self._kinds = kinds

@@ -26,7 +26,7 @@ _SECTIONS_WITH_KEYS = (
     "distributed", "zero_optimization", "lr_scheduler_kwargs", "accelerator_config", "fsdp_config", "fsdp_plugin",
     "dynamo_config",
 )  # fmt: skip
-"""Sections whose row applies to the section itself, not to the keys in it."""
+"""Sections with a row for the section itself, not for the keys in it."""
 _SECTION_SWITCHES = ("enabled", "enable", "use_ddp", "use_fsdp", "use_deepspeed")
 _SECTION_OF = {"fsdp_config": "fsdp", "deepspeed_config": "deepspeed"}
 

@@ -109,7 +109,7 @@ def read_dcp(folder: Path) -> dict[Any, Any]:
             reader = _DcpReader(folder)
             reader.read_metadata()  # torch logs the traceback of an error
             _load_state_dict(content, reader, no_dist=True, planner=_PlainValuesPlanner())  # type: ignore[no-untyped-call]
-    except BaseException as error:  # torch's CheckpointException isn't an Exception, and holds those of ranks
+    except BaseException as error:  # torch's CheckpointException isn't an Exception, and holds the ranks' exceptions
         causes = [*getattr(error, "failures", {}).values()]
         cause = causes[0][0] if causes else error
         if isinstance(cause, ConfigError | KeyboardInterrupt | SystemExit):

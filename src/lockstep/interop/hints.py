@@ -2,7 +2,7 @@
 
     max_grad_norm: 0.5      ->   Lockstep's key is optim.clip_norm: write `optim.clip_norm: 0.5`
 
-The answers are those of an import, one key at a time. `config.validation_errors` calls this module.
+The answers are as in an import, one key at a time. `config.validation_errors` calls this module.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class ImportedConfig:
 
     @property
     def unanswered(self) -> tuple[ImportedKey, ...]:
-        """The keys without a counterpart, whose effect the run would lose."""
+        """The keys without a counterpart: the run would lose their effect."""
         return tuple(finding for finding in self.findings if finding.answer.status in ("not there", "not known"))
 
 
@@ -232,7 +232,7 @@ _DEFAULTS: Mapping[ForeignKind, Mapping[str, Mapping[str, object]]] = {
     },
     "accelerate": {"mixed_precision": {"precision.compute": "fp32"}},
 }
-"""Defaults of the tools by kind of file and the tool's key, as settings of which the first decides if it is set."""
+"""Defaults of the tools by kind of file and the tool's key, as settings; the first that is set decides."""
 
 
 def _defaults(file: ForeignFile, findings: Sequence[ImportedKey]) -> Iterator[ImportedKey]:
@@ -314,7 +314,7 @@ _NECESSARY: Mapping[str, tuple[str, Mapping[str, object]]] = {
     ),
     "run.epochs": ("how long the run is; or run.steps, run.samples, run.tokens", {"run.epochs": 1}),
 }
-"""The keys that a run needs: how to write each, and a substitute with which everything else can be checked."""
+"""The keys that a run needs: how to write each, and a substitute, so that everything else can be checked."""
 
 
 def _has(settings: Mapping[str, object], key: str) -> bool:

@@ -6,11 +6,11 @@
     target    Lockstep's key; `*` is replaced by the tool's
     values    of `choice`: TOOL'S=LOCKSTEP'S, where the first may end with `*`, and the second is `-` if the value
               requests nothing, `~` if it isn't needed; of `not there` and `to do`: values that request nothing, if
-              they aren't the usual ones; of `interval`: keys whose strategy decides
+              they aren't the usual ones; of `interval`: keys with the strategy that decides
     unless    keys that decide instead, if they have a value
     note      why the key has no counterpart, or what is left to do; <value> is replaced by the tool's value
 
-Empty cells after the keys repeat those of the row above.
+Empty cells after the keys repeat the row above.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     {"state.0.weight.exp_avg": ..., "param_groups.0.weight.lr": ...}                           torch, flat
         -->  {"0.weight": {"exp_avg": tensor, "step": 2}}
 
-Numbers follow the order in which the program listed its parameters. Without names in the file it is the model's, in one
+Numbers follow the program's order of its parameters. Without names in the file it is the model's, in one
 group, or in two by one of a few rules; exactly one has to fit all shapes.
 """
 

@@ -172,7 +172,7 @@ def warmup(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
 
 
 def decay_length(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    """Compare the steps or epochs over which the rate falls with the run's length; in Lockstep they are equal."""
+    """Compare the steps or epochs of the falling rate with the run's length; in Lockstep they are equal."""
     lengths = [value for value in (steps_of(file), epochs_of(file)) if value is not None]
     if key.value in lengths:
         return not_needed("the rate falls over the whole run")
@@ -300,7 +300,7 @@ def _belongs_to_disabled_amp(key: ForeignKey, file: ForeignFile) -> bool:
 
 
 def _names_precision(key: ForeignKey | None) -> bool:
-    """Return whether it names the precision of compute, unlike FSDP's, which is that of collectives."""
+    """Return whether it names the precision of compute, unlike FSDP's, which is for collectives."""
     return (
         key is not None and not isinstance(key.value, bool) and not any(plain(part)[:4] == "fsdp" for part in key.path)
     )
@@ -438,7 +438,7 @@ def task(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
 
 
 def shape(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    """Convert a size of a model without a name: Lockstep's transformer, or that of `model_type`."""
+    """Convert a size of a model without a name: Lockstep's transformer, or the one of `model_type`."""
     if named_model(file) is not None:
         return to_do("the named model determines it; to change it, write model.architecture")
     if file.find("model_type") is not None:

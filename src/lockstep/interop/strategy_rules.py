@@ -136,7 +136,7 @@ def strategy_hint(name: str) -> str | None:
 
 
 def ranks(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    """Compute the ranks of this machine; a file may count those of all machines."""
+    """Compute the ranks of this machine; a file may count all machines' ranks."""
     machines = file.number("num_machines", "nnodes", "num_nodes") or 1
     if key.value in _ALL_GPUS and not isinstance(key.value, bool):
         return derived(f"{key.value}: all GPUs of the machine", {row.target: "auto"})

@@ -50,7 +50,7 @@ _OTHER_SAVE = "the files are of different saves, or of a DeepSpeed version with 
 
 
 class Ignored:
-    """Stand-in for a class whose contents aren't needed; it keeps nothing."""
+    """Stand-in for a class without needed contents; it keeps nothing."""
 
     __slots__ = ()
 
@@ -295,7 +295,7 @@ def _steps(contents: _Contents, states: Sequence[_Contents], stage: int) -> set[
 
 
 def is_zero_checkpoint(place: Path) -> bool:
-    """Return whether DeepSpeed wrote it: the folder that `save_checkpoint` was given, or that of a tag in it."""
+    """Return whether DeepSpeed wrote it: the folder that `save_checkpoint` was given, or a tag's folder in it."""
     if not place.is_dir():
         return False
     if _is_tag(place):
@@ -332,7 +332,7 @@ def _files_by_rank(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
         rank = int(cast("re.Match[str]", pattern.fullmatch(file.name))["rank"] or 0)
         other = by_rank.setdefault(rank, file)
         if other != file:
-            raise ConfigError(f"{other} and {file.name} are both of one rank; keep those of one save")
+            raise ConfigError(f"{other} and {file.name} are both of one rank; keep the files of one save")
     return dict(sorted(by_rank.items()))
 
 
@@ -340,7 +340,7 @@ def _refuse_model_parallel(folder: Path) -> None:
     for file in folder.iterdir():
         match = _MODEL_FILE.fullmatch(file.name) or _OPTIM_FILE.fullmatch(file.name)
         if (match and int(match["tensor"]) > 0) or _PIPELINE_OR_EXPERT_FILE.fullmatch(file.name):
-            raise ConfigError(f"{file}: tensor-parallel checkpoints, and those of pipelines and experts, can't be read")
+            raise ConfigError(f"{file}: checkpoints of tensor parallelism, pipelines and experts can't be read")
 
 
 def _check_ranks(files: Mapping[int, Path], num_ranks: int) -> None:
@@ -351,7 +351,7 @@ def _check_ranks(files: Mapping[int, Path], num_ranks: int) -> None:
         name = re.sub(r"rank_[0-9]+_mp", f"rank_{missing[0]}_mp", first.name, count=1)
         raise ConfigError(f"{saved} and lacks {name}; copy the files of all their hosts")
     if len(files) > num_ranks:
-        raise ConfigError(f"{saved} but has files of {len(files)}; move away those of another save")
+        raise ConfigError(f"{saved} but has files of {len(files)}; move the files of another save away")
 
 
 def _load(file: Path) -> _Contents:

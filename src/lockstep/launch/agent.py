@@ -48,7 +48,7 @@ _OF_PAUSE = (FailureKind.PAUSED, *CAUSED_BY_STOP)
 
 
 class ProxyProcess:
-    """A launcher's proxy, and the channel over which they send each other messages.
+    """A launcher's proxy, and the channel for their messages.
 
     Args:
         listener: The socket at the rendezvous, which it takes over; None: another host listens there.
@@ -124,7 +124,7 @@ class Hosts:
     Attributes:
         leads: Whether this host has node rank 0.
         node, address, world: Node rank and address of this host, and all hosts by node rank, once they have met.
-        store_port: The port on loopback at which this host's ranks reach the store; 0 for the leader.
+        store_port: The port on loopback where this host's ranks reach the store; 0 for the leader.
         ends: How ranks of other hosts have ended, or reported that they fail, by rank.
         recovers: Whether another round may follow after a failure; `elastic`: with fewer hosts.
         result: How the run has ended, the round (CALLED), or why the leader is lost (CUT_OFF).
@@ -217,7 +217,7 @@ class Hosts:
         self._send({"type": "next", "kind": result.kind.name, "text": result.text, "wait": wait, "lost": lost})
 
     def answer(self) -> None:
-        """Report that this host is ready for the next round, for which the leader has called."""
+        """Report that this host is ready for the next round, which the leader has called for."""
         self.begin_again(self._next_round)
         self._send({"type": "ready"})
 
@@ -270,7 +270,7 @@ class Hosts:
         return all(rank in self._ended for rank in range(self.size) if rank not in self.here.span)
 
     def give_up(self, seconds: float) -> None:
-        """Count hosts as lost whose launchers have not reported for some seconds how their ranks ended."""
+        """Count hosts as lost if their launchers haven't reported for some seconds how their ranks ended."""
         for node, host in enumerate(self.world):
             if node != self.node and not self._ended.issuperset(host.span):
                 self._lose_host(node, f"its launcher hasn't ended its ranks within {seconds:g} s")

@@ -25,7 +25,7 @@ from typing import Any
 
 LOOPBACK = "127.0.0.1"
 HOST = b"h\0\0\0\0"
-SILENCE_S = 10.0  # after which a host counts as cut off: TCP needs 7.4 s to get through after an outage of 5 s
+SILENCE_S = 10.0  # of a host that counts as cut off: TCP needs 7.4 s to get through after an outage of 5 s
 SHORT_SILENCE_S = 5.0  # the same where ranks start again: then it costs a round, not the run
 _HEARTBEAT_S = 1.0
 _HANDSHAKE_S = 10.0
@@ -142,7 +142,7 @@ class Doorkeeper:
 
 
 class Link:
-    """A connection over which messages are sent and received."""
+    """A connection that sends and receives messages."""
 
     def __init__(self, streams: Streams) -> None:
         self._reader, self.writer = streams

@@ -40,7 +40,7 @@ from lockstep.core.heartbeat import Reading
 from lockstep.core.stopping import STOP_SIGNALS
 
 _LATE = 2.0  # seconds after the first timeout: a rank that then finds the group broken was not waiting
-_NOTICE_DELAY = 0.5  # seconds by which a rank's death by a signal may be noticed after its consequences
+_NOTICE_DELAY = 0.5  # seconds that a rank's death by a signal may be noticed after its consequences
 _MOST_HOSTS = 4  # in a message
 _MOST_CHARACTERS = 12_000  # of a report, so that it reaches the launcher in one piece
 _OF_PROCESS = {
@@ -48,7 +48,7 @@ _OF_PROCESS = {
     FailureKind.PEER_FAILED,
 }  # fmt: skip
 CAUSED_BY_STOP = (FailureKind.STOPPED, FailureKind.INTERRUPTED, FailureKind.PEER_FAILED, FailureKind.ENDED)
-"""Kinds in which ranks end after a signal to all processes."""
+"""How ranks end after a signal to all processes."""
 _OF_CONNECTIONS = ("requests.", "urllib3.", "botocore.", "socket")
 _OF_DEVICE = re.compile(r"CUDA error|NCCL error|uncorrectable ECC|CUBLAS_STATUS|CUDNN_STATUS")
 
@@ -64,7 +64,7 @@ class End:
         advice, too_large: As of OutOfMemory; `text` contains the advice.
         samples: The one whose reading has ended it, or several, one of which has.
         evaluation_set: The evaluation set that they are of; None: the training data.
-        differing: The ranks whose copies of the training state differ from most ranks'.
+        differing: The ranks with copies of the training state that differ from most ranks'.
         status: The process's exit code, or minus a signal, if it has ended without a report.
         evaluates: Whether it has ended in an evaluation, without a report.
         left_by: Why the launcher of a rank's host has left the run (LOST); None: nothing is known of it.
@@ -91,7 +91,7 @@ class End:
 
 
 def end_fields(end: End) -> dict[str, Any]:
-    """Return an end for a message to another host, whose clock is another one."""
+    """Return an end for a message to another host, which has another clock."""
     left_by = None if end.left_by is None else end.left_by.name
     return {**asdict(end), "kind": end.kind.name, "left_by": left_by, "time": monotonic() - end.time}
 
@@ -214,7 +214,7 @@ def with_reading(end: End, reading: Reading | None) -> End:
 
 
 def first_cause(ends: Iterable[End | None]) -> int | None:
-    """Return the rank whose end explains the others'; None if all are done or have not ended (None)."""
+    """Return the rank that explains the others' ends; None if all are done or have not ended (None)."""
     reported = [(rank, end) for rank, end in enumerate(ends) if end is not None and end.kind is not FailureKind.DONE]
     return min(reported, key=lambda item: (item[1].kind.weight, item[1].time))[0] if reported else None
 

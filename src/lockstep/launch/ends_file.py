@@ -196,7 +196,7 @@ def decided_ends(run: Path) -> list[LaunchEnds]:
 
 
 def survived_failures(run: Path, most: int) -> str:
-    """Return a sentence about the failures after which ranks were started again, the newest last; empty: none."""
+    """Return a sentence about the failures that ranks were started again after, the newest last; empty: none."""
     entries = _decisions(run)
     failures = [entry for entry in entries if _is_failure(entry)]
     if not (is_finished(run) or held_by(run) is not None):  # it has ended with the last
@@ -211,7 +211,7 @@ def survived_failures(run: Path, most: int) -> str:
 
 
 def failure_before_refusals(run: Path) -> LaunchEnds | None:
-    """Return the failure after which all starts were refused; None: there is none."""
+    """Return the failure before starts that were all refused; None: there is none."""
     entries = _decisions(run)
     newest = next((entry for entry in reversed(entries) if not entry.is_refused), None)
     return newest if newest is not None and newest is not entries[-1] and _is_failure(newest) else None

@@ -1,11 +1,11 @@
 """Finds ranks that hang: each tick, the launcher reads the heartbeats of its ranks.
 
     each rank's last mark: long ago?      --> longer than max(least, steps x median update)
-    all others wait in a collective?      --> their stacks agree?  --> the rank is named: line, samples
-    not moved until `end_after`           --> it is killed, and all ranks start again
-    it is stopped, and others aren't      --> continued (SIGCONT) when it is named
+    all others wait in a collective?      --> their stacks agree?  --> report the rank: line, samples
+    not moved until `end_after`           --> kill it, and start all ranks again
+    it is stopped, and others aren't      --> SIGCONT when it is reported
 
-Time in which the launcher itself was stopped doesn't count.
+Time doesn't count while the launcher itself is stopped.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ _PLACES = {
 }
 _GAP_S = 1.0  # from a rest to the next look: this process didn't run
 _TICK_S, _TICKS = 0.25, 8  # between two looks, at most; looks within the least limit, at least
-_EARLIER = 2.0  # looks before its limit, so that a rank is named within it, with its stack
+_EARLIER = 2.0  # looks before its limit, to report a rank in time, with its stack
 _NOTED = 64  # updates
 _SLOWEST = 2.0  # times the slowest of the last updates
 _AGAIN, _LONG = 2.0, 4.0  # times the limit until a rank is killed; the same outside of updates, such as in a save
-_ELSEWHERE_S = 10.0  # after which a wait of all ranks of this host for those of others is reported
+_ELSEWHERE_S = 10.0  # until a wait of all ranks of this host for other hosts' is reported
 _OUTSIDE = (Phase.EVALUATION, Phase.SAVE)
 
 
@@ -83,7 +83,7 @@ class Sight:
         state: The kernel's letter for the state of its process, if it hasn't moved for a while.
         updates, calls: Updates of this process that have ended; collectives that it has called.
         worker: The first data worker that reads, if it may wait for one.
-        limit: Seconds after which it is named if it doesn't move.
+        limit: Seconds without a move until it is reported.
     """
 
     rank: int
@@ -116,7 +116,7 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """Ranks that hang; none if all ranks of this host wait for those of other hosts.
+    """Ranks that hang; none if all ranks of this host wait for other hosts' ranks.
 
     Stacks are by process, flight records by rank; `collectives` is what the ranks wait in, if all do.
     """
@@ -224,7 +224,7 @@ class ObservedRank(Protocol):
 
 @dataclass
 class _Incident:
-    """Ranks that don't move: the marks that they had, the age at which they are checked next, and who was named."""
+    """Ranks that don't move: their marks, the age of the next check, and who was reported."""
 
     marks: set[tuple[int, float]]
     checked_at: float = 0.0
@@ -255,7 +255,7 @@ class HangWatch:
 
     @property
     def has_named(self) -> bool:
-        """True while a rank that was named doesn't move."""
+        """True while a reported rank doesn't move."""
         return self._incident is not None and bool(self._incident.named)
 
     def close(self) -> None:
@@ -411,7 +411,7 @@ class HangWatch:
         if all(each.is_outside_training for each in culprits):
             return None if options.end_start_after is None else max(options.end_start_after, _AGAIN * limit)
         seconds = max(options.end_after, (_LONG if all(map(self._is_outside, culprits)) else _AGAIN) * limit)
-        is_late = max(each.age for each in culprits) > seconds  # a compilation, which was named later than its limit
+        is_late = max(each.age for each in culprits) > seconds  # a compilation, reported later than its limit
         return seconds + max(each.age for each in culprits) if is_late else seconds
 
     def _kill(self, hang: Hang, sights: Sequence[Sight], members: Sequence[ObservedRank]) -> None:

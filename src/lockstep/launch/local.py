@@ -43,7 +43,7 @@ from lockstep.launch.rank_stacks import with_last_words
 from lockstep.launch.supervision import Rounds
 from lockstep.launch.worker_group import Ranks, Round, watch
 
-_FREED_S = 15.0  # in which what an ended rank and its workers held, such as the port and memory, is free
+_FREED_S = 15.0  # until the port, memory and so on of an ended rank and its workers are free
 _UNGUARDED = 97  # exit code of a fresh interpreter that would start ranks while it imports the script
 _GUARD = 'ranks are fresh interpreters, which import the script: put the call under `if __name__ == "__main__":`'
 _SHARE_OF_GRACE = 0.8  # in the rest, a snapshot is saved instead
@@ -65,7 +65,7 @@ def launch(
 ) -> LaunchResult:
     """Run `entry`, which returns an exit code, on `ranks` ranks of this machine.
 
-    The first rank to fail is named with its traceback, or the message of its `Failure`; the others are ended. Raises
+    Reports the first rank to fail with its traceback, or the message of its `Failure`, and ends the others. Raises
     ConfigError if the ranks can't be started.
 
     Args:
@@ -75,7 +75,7 @@ def launch(
         remedy: Returns what to change if a rank is killed because memory ran out.
         hosts: The other hosts of the run, which have met.
         supervisor: Decides after a failure whether the ranks start again.
-        watchdog: When a rank that hangs is named and killed; None: never.
+        watchdog: When a rank that hangs is reported and killed; None: never.
     """
     refuse_unsettable(launch.environment)
     if note := check_ranks(ranks, launch):
@@ -88,7 +88,7 @@ def launch(
         return _run_here(entry, launch, logs)
     import_ahead(preload)
     forks = not fresh and may_fork()
-    if may_run_here and not forks:  # a notebook, whose objects no other process can have
+    if may_run_here and not forks:  # a notebook: no other process can have its objects
         return _run_here(entry, launch, logs)
     job = Ranks(entry, ranks, launch, logs, forks, hosts, watchdog)
     patience = math.inf if launch.grace is None else _SHARE_OF_GRACE * launch.grace
@@ -142,7 +142,7 @@ def refuse_import_of_script() -> None:
 
     A rank of Lockstep's launcher exits instead, and the launcher reports why.
     """
-    # multiprocessing's own sign that the main module is being imported, by which it refuses to start processes
+    # multiprocessing's own sign that the main module is being imported, when it refuses to start processes
     if not getattr(multiprocessing.current_process(), "_inheriting", False):
         return
     if started_by_lockstep(os.environ):
@@ -201,7 +201,7 @@ def _run_ranks(
 
 
 def result_of(ends: list[End], timeout: float, hosts: Sequence[str] = ()) -> LaunchResult:
-    """Return the result of a launch whose ranks have ended like this. Arguments as of `describe`."""
+    """Return the result of a launch after its ranks ended like this. Arguments as of `describe`."""
     cause = first_cause(ends)
     if cause is None:
         return LaunchResult(FailureKind.DONE)
@@ -217,7 +217,7 @@ def _unless_stopped(
 ) -> LaunchResult:
     """Return the result of a round, or of a stop if one was requested; of several hosts, the leader knows.
 
-    A failure after which ranks may start again leaves the stop what it is: the next start of the run resumes.
+    A retryable failure doesn't change that the run was stopped: its next start resumes.
     """
     cause, stop = first_cause(ends), requests.last_stop
     if cause is None or stop is None or result.cut_off:

@@ -28,7 +28,7 @@ from lockstep.launch.channel import HOST, LOOPBACK, Doorkeeper, Link, Message, P
 
 _MAX_KEYS = 5  # settings shown in a message
 _LAST_WORDS_S = 5.0  # for the other hosts to read how the run ended
-_WAITING_S = 5.0  # after which missing hosts are noted
+_WAITING_S = 5.0  # until missing hosts are noted
 _REGROUP_S = 2.0  # that others have to come, too, once a host is lost
 _BACKLOG = 1024  # connections that wait to be accepted: all ranks of a run connect at once
 
@@ -118,7 +118,7 @@ class Leader(Proxy):
         self._recovers: bool = order["recovers"]
         self._members = [Member(self.hello)]  # the first one leads
         self._least, self._most = node_range(self.hello["nodes"])
-        self._suffice = self._most  # hosts, with which the round begins now
+        self._suffice = self._most  # hosts that the round may begin with now
         self._timers: list[asyncio.TimerHandle] = []
         self._result: Message | None = None
         self._store: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -199,7 +199,7 @@ class Leader(Proxy):
         for node, member in reversed([*enumerate(hosts)]):
             member.node, member.has_trained = node, True
             if member.link is not None:
-                address = member.link.writer.get_extra_info("sockname")[0]  # at which others have reached this host
+                address = member.link.writer.get_extra_info("sockname")[0]  # where others have reached this host
             link = member.link or self.launcher
             link.send({"type": "world", "round": self._round, "hosts": named, "node": node, "address": address})
 

@@ -1,6 +1,6 @@
 """The folder in memory that a launcher keeps for its ranks: what is in it survives them, and ends with the launcher.
 
-    /dev/shm/lockstep-1000-3f0c.../       of the user 1000's run in a folder whose path has this hash; mode 0700
+    /dev/shm/lockstep-1000-3f0c.../       of user 1000's run, by the hash of its folder's path; mode 0700
     |- lock                               held by the launcher and its ranks
     |- attempts                           the run's attempts.jsonl when it was last used
     '- checkpoints/step-00000470/         snapshots
@@ -113,7 +113,7 @@ def prefix() -> str:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether it is a folder of this user, to which no other can write."""
+    """Return whether it is a folder of this user that no other can write to."""
     status = path.lstat()
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 

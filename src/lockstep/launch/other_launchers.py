@@ -111,7 +111,7 @@ def _contradicted(launch: Launch) -> Iterator[Problem]:
 
 
 def interface_variables(interface: str | None, address: str = "") -> dict[str, str]:
-    """Return the variables by which gloo and NCCL use an interface, or the one that has an address of this host.
+    """Return the variables that make gloo and NCCL use an interface, or the one with an address of this host.
 
     Those that the user has set are left out. Raises ConfigError if there is no such interface with an address.
     """

@@ -39,7 +39,7 @@ class LaunchResult:
     Attributes:
         text: Why it isn't done: a message, or a traceback after the name of its rank.
         logs: The folder of each rank's output, if that helps.
-        advice: That of an OutOfMemory, which `text` contains.
+        advice: The advice of an OutOfMemory, which `text` contains.
         cut_off: Whether a stop signal has ended ranks that could not save.
     """
 

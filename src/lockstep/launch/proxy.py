@@ -41,7 +41,7 @@ from lockstep.launch.membership import Leader
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0  # between two attempts
 _CONNECT_S = 5.0
-_NOTED_S = 0.5  # after which the reason why it isn't reached yet is noted, and each further reason
+_NOTED_S = 0.5  # until the reason why it isn't reached yet is noted, and each further reason
 _LAST_WORDS_S = 5.0  # for the leader to read what this host has sent
 
 
@@ -166,7 +166,7 @@ class Follower(Proxy):
         return {"kind": FailureKind.CONFIG.name, "text": text}
 
     async def _forward(self, number: int) -> int:
-        """Listen on loopback for this host's ranks of a round, whose connections go to its store; return the port."""
+        """Listen on loopback for this host's ranks of a round, and relay them to its store; return the port."""
 
         async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:

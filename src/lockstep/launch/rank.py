@@ -53,8 +53,8 @@ class RankTask:
     Attributes:
         launcher: The launcher's process id.
         log: The file for its output; None for the terminal only.
-        listener: The socket on which the store will listen, for rank 0.
-        stdin: A descriptor of the launcher's standard input, which a rank that is alone keeps, for a debugger.
+        listener: The socket where the store will listen, for rank 0.
+        stdin: A descriptor of the launcher's standard input, which a single rank keeps, for a debugger.
     """
 
     rank: int
@@ -71,7 +71,7 @@ class _Signalled(Stopped):
 
 
 def run_rank(entry: Callable[[], int], task: RankTask, channel: Connection) -> NoReturn:
-    """Run `entry` in a rank's process, whose environment variables are set already."""
+    """Run `entry` in a rank's process, with its environment variables set already."""
     die_with_parent(task.launcher)
     let_children_search()
     if task.forked:

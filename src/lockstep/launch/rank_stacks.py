@@ -178,7 +178,7 @@ def _signal_main_thread(process: int) -> None:
 
 
 def raising_line(text: str) -> Frame | None:
-    """Return the line at which the exception of a traceback was raised, as `line_of` does; None if there is none."""
+    """Return the line that raised the exception of a traceback, in the form of `line_of`; None if there is none."""
     _, begins, frames = text.rpartition("Traceback (")
     return line_of(_frames(frames)[::-1]) if begins else None
 
@@ -212,7 +212,7 @@ def waits_in_collective(frames: Sequence[Frame], *, marked: bool) -> bool:
     """Return whether the rank waits for others, by its stack.
 
     Args:
-        marked: Whether its clock is in a collective: that of a backward in C++ shows no other frame than torch's.
+        marked: Whether its clock is in a collective: a backward's in C++ shows no other frame than torch's.
     """
     if not frames:
         return marked

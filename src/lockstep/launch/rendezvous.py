@@ -81,7 +81,7 @@ def connected_hosts(
 
 def _rendezvous(launch: Launch) -> tuple[str, int]:
     if launch.rendezvous is None:
-        why = "is missing; give all hosts the same one, such as 10.0.0.1:29500, at which node 0 listens"
+        why = "is missing; give all hosts the same one, where node 0 listens, such as 10.0.0.1:29500"
         raise ConfigError(Problem("", "launch.rendezvous", why))
     most = node_range(launch.nodes)[1]
     if launch.node_rank is not None and launch.node_rank >= most:

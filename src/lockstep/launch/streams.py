@@ -90,7 +90,7 @@ class _LogStream:
 
 
 class _DoubledStream:
-    """A text stream whose output is also written to a log, afterwards."""
+    """A text stream that also writes its output to a log, afterwards."""
 
     def __init__(self, stream: TextIO, log: _LogStream) -> None:
         self._stream = stream

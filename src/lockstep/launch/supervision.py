@@ -38,7 +38,7 @@ _ADVICE = {
 
 
 class Rounds(Protocol):
-    """The further rounds of a launch: those of a `Supervisor`, or of several hosts (`agent`)."""
+    """The further rounds of a launch: a `Supervisor`'s, or several hosts' (`agent`)."""
 
     def next_entry(self, ends: Sequence[End], result: LaunchResult) -> Callable[[], int] | None: ...
     def concluded(self, result: LaunchResult) -> LaunchResult: ...

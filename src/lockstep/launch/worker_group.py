@@ -153,7 +153,7 @@ class RankProcess:
 
 @dataclass
 class _Deadlines:
-    """The times at which the ranks still running are ended (seconds, CLOCK_MONOTONIC)."""
+    """When to end the ranks that still run (seconds, CLOCK_MONOTONIC)."""
 
     terminate: float = math.inf
     kill: float = math.inf
@@ -174,7 +174,7 @@ def watch(
     hosts: Hosts | None = None,
     hangs: HangWatch | None = None,
 ) -> list[End]:
-    """Wait until all ranks have ended, and end those of this host when they must; return how all ended, by rank."""
+    """Wait until all ranks have ended, and end this host's when they must; return how all ended, by rank."""
     deadlines, stops = _Deadlines(), 0
     ranks = dict(enumerate(members, 0 if hosts is None else hosts.here.first))
     ends: dict[int, End] = {}
@@ -342,7 +342,7 @@ def _write(entry: Callable[[], int], file: Any) -> None:
 
 
 def _pickle_module(pickler: type[pickle.Pickler], table: MutableMapping[Any, Any]) -> Any:
-    """Return a module for `torch.save`, whose pickler sends what multiprocessing does, and tensors' values."""
+    """Return a module for `torch.save` with a pickler that sends what multiprocessing does, and tensors' values."""
     reducers: dict[Any, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
     others = {kind: how for kind, how in reducers.items() if not how.__module__.startswith("torch.")}
 
@@ -461,7 +461,7 @@ def _start(job: Ranks, listener: socket.socket | None, begun: Round) -> None:
 
 @contextlib.contextmanager
 def _store_listener(job: Ranks) -> Iterator[socket.socket | None]:
-    """Yield the socket on which the ranks' store will listen; None if rank 0 is on another host.
+    """Yield the socket where the ranks' store will listen; None if rank 0 is on another host.
 
     It is closed here once rank 0 has it: if that rank dies, its peers' connections must break.
     """

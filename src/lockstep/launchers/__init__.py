@@ -1,4 +1,4 @@
-"""Runs a command line of Lockstep elsewhere: here all launchers; those of others are `module:Name` or entry points."""
+"""Runs a command line of Lockstep elsewhere: here all launchers; others are `module:Name` or entry points."""
 
 from __future__ import annotations
 

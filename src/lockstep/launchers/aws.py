@@ -212,7 +212,7 @@ def _instances(command: JobCommand, options: AwsOptions, job: AwsJob, facts: Aws
     if not _uses_efa(options, facts):
         return {**given, **({"SecurityGroupIds": groups} if groups else {}), **subnet}
     common = {"Groups": groups, "DeleteOnTermination": True, **subnet}
-    adapters = [  # the first has an address, the others are for EFA alone
+    adapters = [  # the first has an address, the others are only for EFA
         {"NetworkCardIndex": number, "DeviceIndex": min(number, 1), "InterfaceType": "efa-only" if number else "efa"}
         for number in range(facts.adapters)
     ]

@@ -116,7 +116,7 @@ def wait_until(answer: Callable[[], Any], seconds: float, pause: float) -> Any:
 
 
 def as_command(service: str, operation: str, region: str, parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the words by which the program `aws` makes the same call."""
+    """Return the command line of the program `aws` for the same call."""
     name, option = "s3api" if service == "s3" else service, "--cli-input-json"
     return ("aws", name, operation.replace("_", "-"), "--region", region, option, json.dumps(parameters))
 

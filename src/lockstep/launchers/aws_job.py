@@ -40,7 +40,7 @@ _RUNNING_S = 600.0
 _SETTLE_S = (0.0, 2.0, 4.0)  # an instance whose start was not confirmed may be listed seconds later
 _POLL_S = 5.0
 _STOPPING_S = 600.0  # for a run to save and stop
-_OTHERS_S = 300.0  # between the end of one instance and those of the others
+_OTHERS_S = 300.0  # between the end of one instance and the others' ends
 _MOST_DELETED = 1000  # by one call
 
 
@@ -89,7 +89,7 @@ def start(plan: LaunchPlan, record: Mapping[str, Any], values: Mapping[str, Any]
         values: Values of placeholders in the calls.
     """
     job = job_named(record["job"])
-    echo(f"starting AWS job {job.identifier}", file=sys.stderr, flush=True)  # by which it can be canceled
+    echo(f"starting AWS job {job.identifier}", file=sys.stderr, flush=True)  # to cancel it by
     aws = AwsCalls(job.region, record["profile"])
 
     def make(words: Sequence[str]) -> None:
@@ -149,7 +149,7 @@ def remove(aws: AwsCalls, job: AwsJob, *, settle: bool = False, keep_objects: bo
     """Remove all that was created for a job, and return what was removed. Raises RunFailed if something is left.
 
     Instances delete their disks and interfaces, and their spot requests end with them. `settle`: instances may have
-    been started a moment ago, by a call whose answer was lost.
+    been started a moment ago, by a call with a lost answer.
     """
     try:
         removed = _terminate(aws, job, settle=settle)
@@ -178,7 +178,7 @@ def _terminate(aws: AwsCalls, job: AwsJob, *, settle: bool) -> list[str]:
 
 
 class JobObjects:
-    """The objects of a job in its bucket, by which the instances and the machine that follows them talk."""
+    """The objects of a job in its bucket, where the instances and the machine that follows them talk."""
 
     def __init__(self, aws: AwsCalls, job: AwsJob) -> None:
         self._aws = aws
@@ -368,7 +368,7 @@ class FollowedJob:
             echo(f"{number} files of the run are in {folder}", file=sys.stderr, flush=True)
 
     def _stop(self) -> None:
-        """Ask the run to save and stop, and wait for it; a job whose run has not begun needs no waiting."""
+        """Ask the run to save and stop, and wait for it, if the run has begun."""
         try:
             state = self.state()
             if state.code is not None or not state.live or 0 not in self._objects.reported():

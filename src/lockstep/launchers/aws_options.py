@@ -31,13 +31,13 @@ class AwsOptions(Section):
     bucket: str | None = None
     """S3 bucket, BUCKET or BUCKET/PREFIX, for the project, the logs, the results and the checkpoints; required."""
     instance_profile: str | None = None
-    """Instance profile whose role lets an instance use the bucket; required."""
+    """Instance profile with a role that may use the bucket; required."""
     ami: str = DEFAULT_AMI
     """Machine image, ami-... or ssm:PARAMETER; by default AWS's Deep Learning Base AMI for GPUs, with Ubuntu 24.04."""
     region: str | None = None
-    """Region; by default that of the profile, or AWS_DEFAULT_REGION."""
+    """Region; by default the profile's, or AWS_DEFAULT_REGION."""
     profile: str | None = None
-    """Profile of the AWS configuration, whose credentials are used here; by default AWS_PROFILE, or the usual chain."""
+    """Profile of the AWS configuration, for credentials here; by default AWS_PROFILE, or the usual chain."""
     key_name: str | None = None
     """Key pair for ssh to the instances, which your --security-group has to allow."""
     subnet: str | None = None
@@ -55,9 +55,9 @@ class AwsOptions(Section):
     tag: tuple[str, ...] = ()
     """A tag of all that is created, KEY=VALUE; may be repeated."""
     max_hours: Annotated[float, Field(gt=0)] = 24.0
-    """Hours after which an instance terminates itself, whatever happens."""
+    """Hours until an instance terminates itself, whatever happens."""
     boot_minutes: Annotated[float, Field(gt=0)] = 20.0
-    """Minutes after which `--follow` gives up on an instance that has not reported anything."""
+    """Minutes until `--follow` gives up on an instance that has not reported anything."""
     source: str = "."
     """Folder that is copied to the instances, where the command runs: what git knows of it; `none` copies nothing."""
     setup: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class AwsOptions(Section):
     env: tuple[str, ...] = ()
     """An environment variable of the run, such as NCCL_DEBUG=INFO; may be repeated."""
     port: Annotated[int, Field(ge=1024, le=65535)] = 29500
-    """Port of the first instance at which the launchers meet."""
+    """Port of the first instance where the launchers meet."""
 
 
 def check(command: JobCommand, options: AwsOptions) -> None:
@@ -79,7 +79,7 @@ def _malformed(options: AwsOptions) -> Iterator[Problem]:
     required = {
         "type": "an instance type, such as g6.12xlarge",
         "bucket": "a bucket for the logs, results and checkpoints",
-        "instance_profile": "an instance profile whose role may use the bucket (the page AWS has its policy)",
+        "instance_profile": "an instance profile with a role that may use the bucket (the page AWS has its policy)",
     }
     for name, what in required.items():
         if getattr(options, name) is None:
@@ -112,7 +112,7 @@ def bucket_parts(options: AwsOptions) -> tuple[str, str]:
 
 
 def words_there(command: JobCommand, options: AwsOptions) -> list[str]:
-    """Return the command line on an instance: a run whose config names no place for checkpoints gets one."""
+    """Return the command line on an instance: a run without a place for checkpoints in its config gets one."""
     if not (command.starts_run and command.in_folder) or command.checkpoint_folder is not None:
         return [*command.words]
     return [*command.words, f"checkpoint.folder={checkpoints(command, options)}"]

@@ -53,7 +53,7 @@ class DockerOptions(Section):
     """Options of a job in containers on this machine."""
 
     image: str | None = None
-    """Image in which Lockstep is installed; by default it is built from the Dockerfile in the current folder."""
+    """Image with Lockstep; by default it is built from the Dockerfile in the current folder."""
     nodes: Positive = 1
     """Number of containers; in each of them one launcher starts the ranks."""
     gpus_per_node: Positive | None = None
@@ -227,7 +227,7 @@ def _devices(options: DockerOptions, node: int) -> dict[str, Any]:
 
 
 def _escaped(value: Any) -> Any:
-    """Return the value with `$` doubled, in which Compose would replace variables; the token's is one."""
+    """Return the value with `$` doubled, so that Compose replaces no variables; the token's is one."""
     if isinstance(value, str):
         return value.replace("$", "$$")
     if isinstance(value, Mapping):

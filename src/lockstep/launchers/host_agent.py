@@ -28,7 +28,7 @@ from lockstep.core.stopping import die_with_parent, handled_signals
 REPLY = "lockstep-host: "
 """Begins the line with facts; other lines come from the shell's start files."""
 BEAT_S = 5.0
-_SILENCE_S = 60.0  # after which the terminal counts as gone
+_SILENCE_S = 60.0  # until the terminal counts as gone
 _CHUNK = 1 << 16
 _LAST_OUTPUT_S = 5.0
 

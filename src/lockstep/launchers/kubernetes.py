@@ -26,7 +26,7 @@ from lockstep.launchers.kubernetes_manifests import TOKEN, KubernetesOptions, ch
 from lockstep.launchers.tools import execute, follow_until_end, job_name, refuse_to_cancel_ended, write_files
 
 _NOT_HERE = "install it, with a context for your cluster; --dry-run prints the manifests anywhere"
-_LABEL = "batch.kubernetes.io/job-name"  # by which its pods are selected
+_LABEL = "batch.kubernetes.io/job-name"  # selects its pods
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _ITS_UID = "{.metadata.uid}"
 _UID = "UID"  # instead of it, in a planned call

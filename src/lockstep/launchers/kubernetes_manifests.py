@@ -36,7 +36,7 @@ class KubernetesOptions(Section):
     """Options of a job on Kubernetes."""
 
     image: str | None = None
-    """Container image in which Lockstep is installed, such as registry.example/me/train:1; required."""
+    """Container image with Lockstep, such as registry.example/me/train:1; required."""
     nodes: Positive = 1
     """Number of pods; in each of them one launcher starts the ranks."""
     gpus: Positive | None = None
@@ -52,11 +52,11 @@ class KubernetesOptions(Section):
     volume: tuple[str, ...] = ()
     """A persistent volume claim and where the pods see it, such as work:/work or data:/data:ro; may be repeated."""
     workdir: str | None = None
-    """Folder of the pod in which the command runs; by default the first volume's that can be written to."""
+    """Folder of the pod where the command runs; by default the first volume's that can be written to."""
     env: tuple[str, ...] = ()
     """An environment variable, such as NCCL_DEBUG=INFO; may be repeated."""
     env_secret: tuple[str, ...] = ()
-    """A Secret of the namespace whose keys become environment variables, or SECRET:KEY for one of them; may be
+    """A Secret of the namespace with keys that become environment variables, or SECRET:KEY for one of them; may be
     repeated."""
     namespace: str | None = None
     """Namespace; by default the one of kubectl's context."""
@@ -72,7 +72,7 @@ class KubernetesOptions(Section):
     """Seconds that a pod has to save and stop; auto: a minute, and the time that 200 MB/s a pod take to save the
     state."""
     restart: bool = True
-    """Start pods again that were stopped and saved, or whose node was taken: the run resumes."""
+    """Start pods again that were stopped and saved, or lost their node: the run resumes."""
     retries: Annotated[int, Field(ge=0)] = 0
     """How many times the pods are also started again when the run fails with exit code 1."""
     program: str = "lockstep"
@@ -98,7 +98,7 @@ def _malformed(options: KubernetesOptions) -> Iterator[Problem]:
 
 def _misfitting(command: JobCommand, options: KubernetesOptions) -> Iterator[Problem]:
     if not options.image:
-        message = "is missing; give the image in which Lockstep is installed, such as registry.example/me/train:1"
+        message = "is missing; give an image with Lockstep, such as registry.example/me/train:1"
         yield Problem("--image", "", message)
     if options.retries and not options.restart:
         yield Problem("--retries", "", "needs pods that start again; leave out --no-restart")
@@ -132,7 +132,7 @@ def _claim_of(path: PurePosixPath, options: KubernetesOptions) -> tuple[str, str
 
 
 def workdir(options: KubernetesOptions) -> str:
-    """Return the folder in which the command runs; `/work`, which ends with the pod, if no volume is there for it."""
+    """Return the folder where the command runs; `/work`, which ends with the pod, if no volume is there for it."""
     writable = [path for _, path, read_only in _claims(options) if not read_only]
     return options.workdir or (writable[0] if writable else _SCRATCH)
 
@@ -241,7 +241,7 @@ def _further(options: KubernetesOptions) -> Mapping[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(Problem("--pod", "", f"{options.pod} can't be read: {error}")) from None
     if not isinstance(given, dict) or {"containers", "volumes"} & set(given):
-        message = f"{options.pod} has no keys of a pod's spec alone, or has containers or volumes, which are made here"
+        message = f"{options.pod} has other keys than a pod's spec, or has containers or volumes, which are made here"
         raise ConfigError(Problem("--pod", "", message))
     return given
 

@@ -1,6 +1,6 @@
 """The actor that Ray places on each node: starts Lockstep's launcher there, and hands on its output and signals.
 
-Ray sends this module to the nodes by value, so it imports the standard library alone: Ray's own Python there needs no
+Ray sends this module to the nodes by value, so it imports only the standard library: Ray's own Python there needs no
 Lockstep.
 """
 

@@ -81,7 +81,7 @@ class SlurmOptions(Section, SweepOptions):
     setup: tuple[str, ...] = ()
     """A line of bash that runs on the first node before the ranks start; may be repeated."""
     signal_before: Positive | Auto = "auto"
-    """Seconds before the time limit at which the ranks are asked to save and stop; auto: a minute, and the time that
+    """Seconds before the time limit to ask the ranks to save and stop; auto: a minute, and the time that
     200 MB/s a node take to save the state."""
     requeue: bool = True
     """Queue the job again when it was stopped and saved, or a node failed."""
@@ -219,7 +219,7 @@ def _directives(command: JobCommand, options: SlurmOptions, directory: Path) -> 
     yield "# One task on each node: the launcher, which starts the ranks of its node and names the first that fails."
     yield _directive("--ntasks-per-node=1")
     if cpus is not None:
-        yield "# They share the CPUs of this one task, of which Slurm gives a single one by default."
+        yield "# They share the CPUs of this one task; by default Slurm gives it a single one."
         yield _directive(f"--cpus-per-task={cpus}")
     yield "# A job that is queued again continues its output."
     yield _directive(f"--output={output}")
@@ -265,7 +265,7 @@ def _command(command: JobCommand, options: SlurmOptions) -> Iterator[str]:
 
 
 def _meeting(options: SlurmOptions) -> Iterator[str]:
-    """Yield the lines by which launchers on several nodes find each other."""
+    """Yield the lines that let launchers on several nodes find each other."""
     if options.nodes > 1:
         yield _MEETING
 

@@ -34,7 +34,7 @@ _OPTIONS = (
     *("-T", "-x", "-oBatchMode=yes", "-oLogLevel=ERROR", "-oConnectTimeout=10"),
     *("-oServerAliveInterval=5", "-oServerAliveCountMax=6", "-oControlMaster=no", "-oControlPath=none"),
 )
-"""Options with which ssh never asks, notices a lost connection, and shares none with other processes."""
+"""Options so that ssh never asks, notices a lost connection, and shares none with other processes."""
 _NAME = r"[^\s:\[\],-][^\s:\[\],]*"
 _HOST = re.compile(rf"(?P<name>{_NAME}|({_NAME}@)?\[[^\s\],-][^\s\],]*\])(?::(?P<ranks>[1-9]\d*))?")
 _SECRET = "which a file would show; set it, and give --env {name}"
@@ -44,7 +44,7 @@ class SshOptions(Section, HostOptions):
     """Options of a run on hosts that ssh reaches."""
 
     hosts: str | None = None
-    """Hosts, as ssh knows them, separated by commas; the first is node 0. NAME:N states the ranks of a host."""
+    """Hosts, as ssh knows them, separated by commas; the first is node 0. NAME:N gives a host N ranks."""
     folder: str | None = None
     """Working folder on the hosts; by default the path of this one."""
     program: str | None = None
@@ -52,7 +52,7 @@ class SshOptions(Section, HostOptions):
     env: tuple[str, ...] = ()
     """An environment variable for the run: NAME=VALUE, or NAME with its value here; may be repeated."""
     rendezvous: str | None = None
-    """HOST:PORT, an address of the first host at which the others reach it; by default one that it says it has."""
+    """HOST:PORT, an address of the first host that the others reach; by default one that it says it has."""
     grace: Annotated[float, Field(gt=0)] = 60.0
     """Seconds that a host has to save when the connection to it is lost; then its processes are killed."""
     ssh: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ def hosts_of(options: SshOptions) -> dict[str, int | None]:
             raise ConfigError(Problem("--hosts", "", f"{text!r} is not a host; write {forms}"))
         name = re.sub(r"[\[\]]", "", match["name"])
         if name in hosts:
-            raise ConfigError(f"host {name} is named twice; name it once, with the number of its ranks: {name}:8")
+            raise ConfigError(f"host {name} is given twice; give it once, with the number of its ranks: {name}:8")
         hosts[name] = int(match["ranks"]) if match["ranks"] else None
     return hosts
 

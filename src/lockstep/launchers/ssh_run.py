@@ -1,7 +1,7 @@
 """A run on hosts that ssh reaches: connections, output, signals, and how it has ended.
 
-The output of node 0 goes to this terminal, that of the others to HOST.log in the job's folder. Ctrl-C goes to node 0,
-whose launcher stops all; the second one goes to all.
+The output of node 0 goes to this terminal, the others' to HOST.log in the job's folder. Ctrl-C goes to node 0, and its
+launcher stops all; the second one goes to all.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class SshRun:
             with suppress(OSError):
                 echo(f"lockstep: the connection to {host.name} is lost: {why}", file=sys.stderr, flush=True)
         if host is self.hosts[0] or host.code not in (0, Paused.exit_code):
-            saves = self.grace if host.is_lost else 0.0  # a host whose connection is lost saves, and so do all
+            saves = self.grace if host.is_lost else 0.0  # a host that lost its connection saves, and so do all
             self._deadline = min(self._deadline, time.monotonic() + saves + _OTHERS_END_S)
 
     def _end_rest(self) -> None:
@@ -205,7 +205,7 @@ class SshRun:
         self._hung_up = True
 
     def _code(self) -> int:
-        """Return node 0's exit code; that of the host that has failed before, if node 0 had to be ended for it."""
+        """Return node 0's exit code; or, if node 0 had to be ended for a failed host, that host's."""
         first, leader = self._ended[0], self.hosts[0]
         if self._hung_up and first is not leader and first.code not in (0, Paused.exit_code):
             lines = "".join(f"\n  {line}" for line in first.end_of_errors(_SHOWN_LINES))

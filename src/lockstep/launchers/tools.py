@@ -90,7 +90,7 @@ def variable_problems(texts: Sequence[str], secret: str, *, from_here: bool = Fa
 
     Args:
         secret: The end of a sentence about a variable that looks like a secret.
-        from_here: Whether NAME alone takes its value from here.
+        from_here: Whether NAME without a value takes its value from here.
     """
     for text in texts:
         name, equals, _ = text.partition("=")
@@ -194,7 +194,7 @@ def refuse_to_cancel_ended(state: JobStatus) -> None:
 
 
 class OutputTail:
-    """Prints what is added to a job's output files, whose paths match a pattern of `glob`."""
+    """Prints what is added to a job's output files, which match a pattern of `glob`."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern

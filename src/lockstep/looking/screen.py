@@ -42,7 +42,7 @@ _COLUMNS: tuple[tuple[str, int, Callable[[WatchedRank], str]], ...] = (
     ("", 0, lambda rank: _remark(rank)),
     ("GPU", 80, lambda rank: f"{rank.utilization:.0f} %" if math.isfinite(rank.utilization) else ""),
 )
-"""Columns of ranks: the head, the columns of the screen from which on it is shown, the text."""
+"""Columns of ranks: the head, the least width of the screen that shows it, the text."""
 
 
 def show(run: Path) -> None:

@@ -21,7 +21,7 @@ from lockstep.monitor.jsonl import as_number, read_object, read_tail
 from lockstep.monitor.rank_meters import LIVE, POST_S
 
 SILENT_S = 10.0
-"""Seconds without a notice, of which each rank posts one every 2 s, after which it counts as silent."""
+"""Seconds without a notice until a rank counts as silent; each posts one every 2 s."""
 _MEMORY = ("memory_allocated", "memory_used", "memory_resident")
 _UTILIZATION = ("gpu_utilization", "utilization")
 _EVENTS = 8

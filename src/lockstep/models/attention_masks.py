@@ -28,7 +28,7 @@ def decide_masks(model: nn.Module, sample: Callable[[], Inputs], *, keeps_masks:
     """Return whether batches are to pass `without_full_mask`, and what makes the context of each forward.
 
     Args:
-        sample: Returns the inputs of a sample. Positions among them may be those of several sequences in a row.
+        sample: Returns the inputs of a sample. Positions among them may be of several sequences in a row.
         keeps_masks: Whether something else than the model reads masks.
     """
     if not is_transformers_model(model):

@@ -1,4 +1,4 @@
-"""The repeated layers of any module, at which it can be partitioned, sharded or recomputed."""
+"""The repeated layers of any module, where it can be partitioned, sharded or recomputed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def repeated_blocks(module: nn.Module) -> list[str]:
 
 
 def blocks_in_line(module: nn.Module, blocks: Sequence[str]) -> Sequence[str]:
-    """Return the names of the modules between which a forward can be partitioned.
+    """Return the names of the modules that a forward can be partitioned between.
 
     These are the layers in the pipeline plan of a transformers model; or all children of a Sequential that the module
     is, or of the longest that has all `blocks` inside; or `blocks`.

@@ -59,7 +59,7 @@ def build_model(section: Model, facts: DataFacts, seed: int, *, trust_remote_cod
 def build_meta_model(
     section: Model, facts: DataFacts, seed: int, *, trust_remote_code: bool = False
 ) -> MetaModel | None:
-    """Return the same model without values; None for a user's, whose constructor makes all values at once."""
+    """Return the same model without values; None for a user's: its constructor makes all values at once."""
     if isinstance(section, GivenModel | CustomModel):
         return None
     with generators_keyed(seed, "construction"):

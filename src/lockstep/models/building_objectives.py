@@ -162,7 +162,7 @@ def coupling(module: nn.Module) -> str | None:
 def least_samples(module: nn.Module) -> int:
     """Return how many samples a micro-batch needs in training: 2 with batch norm that has one value of each.
 
-    That of images and volumes has many, and that of sequences, which models with 1-d convolutions have.
+    Batch norm of images and volumes has many, and of sequences, in models with 1-d convolutions.
     """
     children = [*module.modules()]
     has_sequences = any(isinstance(child, nn.Conv1d | nn.ConvTranspose1d) for child in children)

@@ -129,7 +129,7 @@ def _cast(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
 
 
 class ChunkedHeadLoss:
-    """A cross-entropy objective whose loss is computed by the model's head, whose forward is replaced."""
+    """A cross-entropy objective with its loss computed by the model's head, in a replaced forward."""
 
     def __init__(self, objective: TargetLoss, head: nn.Linear, chunk: int) -> None:
         self._objective = objective

@@ -34,7 +34,7 @@ _NO_LONGER_READ: Mapping[str, object] = {
     "position_embedding_type": "absolute",
     "pretraining_tp": 1,
 }
-"""Keys of older files, with the value for which the model is the same without them."""
+"""Keys of older files, with the value that changes nothing."""
 
 _OTHER_NAMES = (
     ("num_attention_heads", "n_head", "n_heads", "num_heads", "heads"),

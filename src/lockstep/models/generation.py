@@ -58,7 +58,7 @@ def generate(
 
 
 class _Choice(NamedTuple):
-    """The settings by which tokens are chosen; see `generate`."""
+    """The settings for choosing tokens; see `generate`."""
 
     temperature: float
     top_k: int | None

@@ -54,10 +54,10 @@ _UNSHIFTED = frozenset(
         "PegasusForCausalLM", "TrOCRForCausalLM", "WhisperForCausalLM", "XLNetLMHeadModel",
     )
 )  # fmt: skip
-"""Language models whose loss takes labels at their own positions; all others shift them."""
+"""Language models with labels at their own positions; all others shift them."""
 
 _OWN_LOSS = frozenset(("ProphetNetForConditionalGeneration", "ProphetNetForCausalLM"))
-"""Models that are in a registry, but whose loss is more than a cross-entropy of their logits."""
+"""Models in a registry with a loss that is more than a cross-entropy of their logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def _with_decoder_inputs(derive: Callable[[Tensor], Tensor], batch: Batch) -> Ba
 
 
 def _with_labels(batch: Batch) -> Batch:
-    """Add the targets as labels, from which the model computes its loss, or its decoder's inputs."""
+    """Add the targets as labels, so that the model computes its loss, or its decoder's inputs."""
     if batch.targets is None or not isinstance(batch.inputs, Mapping) or "labels" in batch.inputs:
         return batch
     return replace(batch, inputs={**batch.inputs, "labels": batch.targets})

@@ -4,7 +4,7 @@
     parameters: meta   -->   over ranks   -->   memory  -->  each rank makes whole values, and keeps what it holds
     buffers: real
 
-The values are bitwise those of `build_model`.
+The values are bitwise equal to `build_model`'s.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Resets = Mapping[str, Callable[[], object]]
 
 @dataclass(frozen=True, slots=True)
 class MetaModel:
-    """A model whose parameters are on the meta device.
+    """A model on the meta device.
 
     Attributes:
         values: Yields the values of the named parameters, and of the named buffers in pretrained weights, block after

@@ -33,7 +33,7 @@ IGNORED = -100
 
 
 OF_USERS_MODEL = "targets"
-"""The kind of the labels of a user's model whose forward takes targets, and computes the loss."""
+"""The kind of the labels of a user's model that takes targets, and computes the loss."""
 
 
 def loss_and_accuracy(loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
@@ -71,7 +71,7 @@ class TargetLoss:
         return F.pad(targets[:, 1:], (0, 1), value=IGNORED) if self._shift else targets
 
     def aligned(self) -> TargetLoss:
-        """Return the same objective for batches whose targets are those of `targets_of`."""
+        """Return the same objective for batches with the targets of `targets_of`."""
         return TargetLoss(
             language=self.language, label_smoothing=self.label_smoothing, bytes_per_token=self._bytes_per_token
         )
@@ -97,7 +97,7 @@ class TargetLoss:
 
 
 class ClassifierLoss:
-    """The loss of a transformers classifier, whose targets are a class, several classes, or numbers.
+    """The loss of a transformers classifier, with one class, several classes, or numbers as targets.
 
     The kind follows the library's rule: `problem_type` of its config if it is set, otherwise numbers if there is one
     output, a class if targets are integers, and several classes if they are floats.

@@ -10,7 +10,7 @@ from lockstep.core.errors import RunFailed
 
 
 def logits_of(outputs: object) -> Tensor:
-    """Return the logits in a model's outputs: a tensor, that of a mapping, or the only part of a tuple."""
+    """Return the logits in a model's outputs: a tensor, one in a mapping, or the only part of a tuple."""
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, Mapping) and isinstance(outputs.get("logits"), Tensor):

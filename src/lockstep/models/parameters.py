@@ -20,7 +20,7 @@ _SHARED = "are two parameters in one memory; assign one to both, or use first.we
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters whose qualified names, or other names of tied ones, match a pattern; `*` crosses dots.
+    """Freeze the parameters with a qualified name, or another name if tied, that matches a pattern; `*` crosses dots.
 
     Raises:
         ConfigError: A pattern matches nothing, or nothing is left to train.
@@ -61,7 +61,7 @@ def refuse_parameters(model: nn.Module, dtypes: Collection[str]) -> None:
     if low := [name for name, each in model.named_parameters() if each.requires_grad and each.dtype.itemsize < _FP32]:
         dtype = str(model.get_parameter(low[0]).dtype).removeprefix("torch.")
         why = (
-            f"{listed(low, _NAMED)}: trained in {dtype}, in which small updates round to nothing; convert what is "
+            f"{listed(low, _NAMED)}: trained in {dtype}, which rounds small updates to nothing; convert what is "
             "trained with .float(), and compute in bf16 with precision.compute: bf16"
         )
         problems.append(Problem("", "model", why))

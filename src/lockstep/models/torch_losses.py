@@ -68,7 +68,7 @@ def construct_objective(target: str, arguments: Mapping[str, Any]) -> object:
 
 
 def loss_module(objective: object) -> nn.modules.loss._Loss | None:
-    """Return a loss module of torch, or that of a function of `torch.nn.functional`; None for other objects."""
+    """Return a loss module of torch, or one for a function of `torch.nn.functional`; None for other objects."""
     if isinstance(objective, nn.modules.loss._Loss):
         return objective
     function, options = objective, {}
@@ -195,7 +195,7 @@ def no_targets() -> RunFailed:
     """Return the failure of an objective that needs targets."""
     return RunFailed(
         "a batch has no targets, but this objective needs them: give items the key `labels` (or label, targets, "
-        "target); those of a causal language model are a copy of input_ids, with -100 for padding"
+        "target); a causal language model's are a copy of input_ids, with -100 for padding"
     )
 
 

@@ -24,7 +24,7 @@ from lockstep.distributed.forward_mode import current_sequences, positions
 from lockstep.models.initialization import Rule, constant, normal
 
 _SHORT = 512
-"""The most tokens for which matrix products in bf16 are faster than the CPU's flash kernel, whose backward is slow."""
+"""With up to this many tokens, bf16 products are faster than the CPU's flash kernel, with its slow backward."""
 _QUERIES = 64
 """Number of queries in such a product."""
 
@@ -101,7 +101,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention in which each of `kv_heads` keys and values serves a group of queries."""
+    """Causal self-attention; each of `kv_heads` keys and values serves a group of queries."""
 
     def __init__(self, width: int, heads: int, kv_heads: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models of the transformers library: tensor names in its files, where they differ from those of the modules.
+"""Models of the transformers library: tensor names in its files, where they differ from the modules'.
 
 The library renames, joins and splits tensors when it loads, and the reverse when it saves; its own loader is used.
 """

@@ -26,7 +26,7 @@ def vocab_parallel_cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoo
     """Return the same sum as `objectives.cross_entropy_sum`.
 
     Args:
-        logits: [..., V], a DTensor whose last dim is sharded over the ranks of its one axis.
+        logits: [..., V], a DTensor, sharded along its last dim over the ranks of its one axis.
         targets: [...], the same on all of these ranks.
     """
     boxes = local_shards(logits).boxes

@@ -183,7 +183,7 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
         size = int.from_bytes(opened.read(8), "little")
     if _MOST_HEADER < size < file.stat().st_size:  # the library refuses a header beyond the end of the file
         raise ConfigError(  # parsing a header takes many times its size
-            f"{file} states that its header has {size:,} bytes, but {_MOST_HEADER:,} are enough for a large model: it "
+            f"{file} claims a header of {size:,} bytes, but {_MOST_HEADER:,} are enough for a large model: it "
             "is damaged, or made to exhaust memory"
         )
     try:
@@ -224,7 +224,7 @@ def _can_be_mapped(file: Path) -> bool:
     unpacked, size = sum(entry.file_size for entry in entries), file.stat().st_size
     if unpacked > _MOST_UNPACKED * size + _SMALL:
         raise ConfigError(
-            f"{file} has {size:,} bytes, but states that they unpack to {unpacked:,}, more than {_MOST_UNPACKED} times "
+            f"{file} has {size:,} bytes, but claims that they unpack to {unpacked:,}, more than {_MOST_UNPACKED} times "
             "as many; weights don't compress like that: it is damaged, or made to exhaust memory"
         )
     return all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)

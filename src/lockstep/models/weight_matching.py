@@ -1,11 +1,11 @@
-"""Match the tensors of a file with those of a model by name, and copy them once all are known to fit.
+"""Match the tensors of a file with a model's by name, and copy them once all are known to fit.
 
     the model's tensors, each with its names         the file's names
     embedding.weight = head.weight (tied)     <----  embedding.weight                       the same
     body.0.weight                             <----  module.body.0.weight                   without wrappers
     body.0.bias                               <----  model.body.0.bias                      with one prefix for all
 
-If names don't match those of a transformers model, the library translates them (`transformers_models`).
+If names don't match a transformers model's, the library translates them (`transformers_models`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lockstep.distributed.shard_boxes import copy_from_full
 from lockstep.models.transformers_models import is_transformers_model, translated
 from lockstep.models.weight_files import Weights, read_weights, readable
 
-PARTIAL = "set model.init_partial: true to initialize missing tensors and those of another shape as usual"
+PARTIAL = "set model.init_partial: true to initialize missing tensors, and tensors of another shape, as usual"
 _COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
 _PARALLEL = "module."
 _SHOWN = 6
@@ -115,7 +115,7 @@ class WeightMatch:
 
     @torch.no_grad()
     def put(self, model: nn.Module, sharded: Mapping[str, Tensor] | None = None) -> None:
-        """Copy the tensors into the model, or into `sharded` ones by name, of which this rank may lack some."""
+        """Copy the tensors into the model, or into `sharded` ones by name; this rank may lack some."""
         for slot, tensor in self.pairs:
             if sharded is None:
                 copy_from_full(slot.tensor, tensor)
@@ -151,7 +151,7 @@ class WeightMatch:
 
 
 def match_weights(model: nn.Module, weights: Weights, *, translate: bool = True) -> WeightMatch:
-    """Match the tensors of a file with those of the model, without changing it.
+    """Match the tensors of a file with the model's, without changing it.
 
     Args:
         translate: Let transformers translate names that don't match, which takes the memory of a second model.
@@ -229,7 +229,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _prefix(model_names: Collection[str], file_names: Collection[str]) -> str:
-    """Return the prefix with which most of the model's names are in the file; none if two prefixes are equally good."""
+    """Return the prefix that most of the model's names have in the file; none if two are equally good."""
     counts: Counter[str] = Counter()
     for name in file_names:
         tail = name

@@ -100,7 +100,7 @@ def attempts_text(attempts: Sequence[Attempt]) -> str:
 
 
 def read_attempts(run: Path) -> tuple[Attempt, ...]:
-    """Return the attempts of a run, in order, without those whose lines can't be read."""
+    """Return the attempts of a run, in order, without unreadable lines."""
     try:
         content = read_bounded(run / ATTEMPTS, MAX_JSON_BYTES)
     except OSError:

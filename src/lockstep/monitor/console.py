@@ -98,7 +98,7 @@ class Console(ReportWriter):
         elif report.newest is None:
             text = f"NOT saved: {report.failure}; there is no checkpoint"
         else:
-            text = f"NOT saved: {report.failure}; the newest checkpoint is that of step {report.newest:,}"
+            text = f"NOT saved: {report.failure}; the newest checkpoint is of step {report.newest:,}"
         self._output.print(f"step {report.step:,}: {text}")
 
     def epoch(self, report: EpochReport) -> None:
@@ -254,7 +254,7 @@ class Output:
             self._terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         except ValueError:  # closed
             self._terminal = False
-        is_ci = os.environ.get("CI", "").lower() not in _NOT_CI  # whose logs keep all drawings, terminal or not
+        is_ci = os.environ.get("CI", "").lower() not in _NOT_CI  # its logs keep all drawings, terminal or not
         self.live = progress == "live" or (progress == "auto" and self._terminal and not is_ci)
         self._has_times = not self._terminal and any(name in os.environ for name in _BATCH_JOBS)
         self._display: LiveDisplay | None = None

@@ -33,7 +33,7 @@ def describe(of_config: Collection[str] = ()) -> dict[str, Any]:
     """Return versions, platform, CPU, GPUs (if torch was imported), git state, command line and relevant variables.
 
     Args:
-        of_config: Names of the variables that `launch.environment` has set, whose values may be secrets.
+        of_config: Names of the variables that `launch.environment` has set; their values may be secrets.
     """
     return {
         **short_description(),

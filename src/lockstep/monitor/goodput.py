@@ -1,9 +1,9 @@
-"""Goodput: the share of a run's wall time in which it trained updates that were kept, over all its attempts.
+"""Goodput: the share of a run's wall time spent on updates that were kept, over all its attempts.
 
 launched     began                 last sign   launched   began                             last sign
    |- startup -|- updates ... lost -|- downtime -|- startup -|- updates, evaluations, saves ---|
 
-Updates since the checkpoint that the next attempt resumed from are lost. So are those of the last attempt since its
+Updates since the checkpoint that the next attempt resumed from are lost. So are the last attempt's since its
 newest checkpoint, if the run isn't finished.
 """
 

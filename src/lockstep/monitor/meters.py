@@ -29,7 +29,7 @@ class Throughput:
         self._paused = 0.0
         self._pauses: list[tuple[int, float]] = []  # those that no report has followed yet
         self._first_rates = Rates(0.0, 0.0, 0.0)
-        self._points: list[_Point] = []  # the first, and those of the window
+        self._points: list[_Point] = []  # the first, and the window's
 
     def add(self, report: StepReport) -> None:
         self._paused += sum(seconds for step, seconds in self._pauses if step < report.step)
@@ -138,7 +138,7 @@ _PEAKS: dict[str, tuple[float, float | None, float | None, float | None]] = {
 """Peaks of GPUs in TFLOP/s of fp32, tf32, bf16, fp16, dense, with fp32 accumulation (None: no such units).
 
 By patterns of the driver's whole name without the vendor's prefixes; the first that matches counts. Where a data sheet
-has figures with sparsity, half of them. A device of the MI250 is one of two dies; its fp32 is that of the matrix units.
+has figures with sparsity, half of them. A device of the MI250 is one of two dies; its fp32 is the matrix units'.
 """
 _PREFIX = re.compile(r"(NVIDIA|AMD|Tesla|GeForce|Quadro)\s+", re.IGNORECASE)
 

@@ -36,7 +36,7 @@ END_S = 30.0
 """How long the end of a run waits for a writer."""
 _MOST_WEIGHT = 10_000
 _CHARACTERS = 500  # of texts, and bytes of images, that weigh as much as a report
-_SECONDS = 0.1  # after which writers get a report whatever its step
+_SECONDS = 0.1  # until writers get a report whatever its step
 _NOTHING: tuple[Request, ...] = ()
 _KEPT = Verdict.KEPT
 _log = logging.getLogger("lockstep.monitor")

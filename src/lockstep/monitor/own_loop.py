@@ -31,7 +31,7 @@ _SHOWN = (
 
 @dataclass(frozen=True, slots=True)
 class ThroughputAverage:
-    """The speed over some steps; NaN where there were none. `deviation` is that of a single step's seconds."""
+    """The speed over some steps; NaN where there were none. `deviation` is of a single step's seconds."""
 
     steps: int
     seconds: float
@@ -97,7 +97,7 @@ class ThroughputTracker:
         return {share: self._durations.percentile(share) for share in shares or (0.5, 0.95, 0.99)}
 
     def reset(self) -> None:
-        """Forget all steps, such as those of the warmup. A step that has begun continues."""
+        """Forget all steps, such as the warmup's. A step that has begun continues."""
         self._window.clear()
         self._durations = Durations()
 
@@ -118,7 +118,7 @@ def rank_logger(
     Args:
         folder: For rank-0.log, rank-1.log, ...; None: no files.
         console: The rank that also prints to standard error; None: no rank does.
-        max_bytes: Size at which a file is renamed to rank-0.log.1, and begun again.
+        max_bytes: Size when a file is renamed to rank-0.log.1, and begun again.
         backups: Number of renamed files to keep.
     """
     from lockstep.distributed.user_collectives import rank_and_size  # it imports torch

@@ -91,7 +91,7 @@ class RankInterval:
         seconds, slowest: Of an update: mean and 95th percentile; NaN if there was none.
         split: Seconds of an update by phase; empty if none was measured.
         silent: Seconds since the rank's last notice.
-        stalled: Seconds by which the longest update raises the mean above the median.
+        stalled: Seconds that the longest update adds to the mean, above the median.
     """
 
     notice: RankNotice
@@ -168,7 +168,7 @@ class RankTimes:
 
     @property
     def computing(self) -> float:
-        """Seconds in which it doesn't wait for other ranks."""
+        """Seconds without waiting for other ranks."""
         return sum(self.split.values()) - self.split.get("communication", 0.0)
 
     @property
@@ -265,7 +265,7 @@ class MeterFiles:
 
 
 class RankMeters:
-    """Posts this rank's notices every `seconds`, from a thread; on rank 0, which has `files`, collects those of all.
+    """Posts this rank's notices every `seconds`, from a thread; on rank 0, which has `files`, collects all ranks'.
 
     Args:
         step: Returns the number of the run's updates.

@@ -1,7 +1,7 @@
 """TensorBoard's event files: records of length, its checksum, an `Event`, its checksum.
 
 TensorBoard's own writer takes seconds to import, and loses its errors in a thread. A resumed run begins a file with
-a `SessionLog`, for which TensorBoard drops the later steps of earlier files.
+a `SessionLog`, so that TensorBoard drops the later steps of earlier files.
 """
 
 from __future__ import annotations

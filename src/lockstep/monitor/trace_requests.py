@@ -40,7 +40,7 @@ class Span:
 
     @property
     def begin(self) -> int:
-        """The first update in which the profiler runs."""
+        """The first update of the profiler."""
         return max(1, self.first - self.warmup)
 
     @property

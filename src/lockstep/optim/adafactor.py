@@ -74,7 +74,7 @@ def _summed(values: Sequence[tuple[Tensor, ...]], shards: RowShards | None) -> S
 
 
 class _Update:
-    """The update of one parameter, of which this rank may have rows; `shape` is the whole one's.
+    """The update of one parameter; this rank may have only rows of it; `shape` is the whole one's.
 
     It overwrites the gradient.
     """

@@ -50,7 +50,7 @@ def fused_sgd(groups: Groups, momentum: float, *, nesterov: bool) -> FusedOptimi
 
 
 class FusedOptimizer(Optimizer):
-    """A torch optimizer whose update is one kernel call for each group, and for each precision in it."""
+    """A torch optimizer with one kernel call for each group, and for each precision in it."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, make_call: Callable[[Group, list[nn.Parameter]], _AdamCall | _SGDCall]

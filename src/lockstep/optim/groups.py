@@ -1,7 +1,7 @@
 """The rules of the config as torch's parameter groups.
 
 A user's optimizer may also set a learning rate: its argument, or its class's default, is the peak if `optim.lr` isn't
-set; two different values are refused. A group whose `lr` the user set keeps its ratio to the others. The same holds for
+set; two different values are refused. A group with its own `lr` keeps its ratio to the others. The same holds for
 weight decay, except that the default of an optimizer's class is ignored.
 """
 

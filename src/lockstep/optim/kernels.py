@@ -6,7 +6,7 @@ fused_adamw, fused_adam, fused_sgd
 flatten
     Concatenates tensors without a Python call for each. A single tensor is returned itself, so callers may only read.
 muon_rate
-    The scale of `torch.optim.Muon`, whose `step` can't be gated.
+    The scale of `torch.optim.Muon`, which can't gate its `step`.
 scale_update
     The arithmetic of `torch.amp.GradScaler.update` in one kernel on the device, without the host waiting for it.
 """

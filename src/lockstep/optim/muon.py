@@ -3,7 +3,7 @@
     buffer <- lerp(buffer, g, 1 - momentum)      g <- orthogonalize(lerp(g, buffer, momentum))      p <- p - rate g
 
 Jordan et al. 2024; in bf16 the same arithmetic as `torch.optim.Muon`. A run in fp32 orthogonalizes in fp32: bf16 makes
-steps of 4e-3 of the last bits in which strategies differ. The gradient's memory holds what is computed in between. Only
+steps of 4e-3 of the last bits, where strategies differ. The gradient's memory holds what is computed in between. Only
 the orthogonalization takes whole matrices: see `whole_matrices`.
 """
 

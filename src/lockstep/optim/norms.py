@@ -49,7 +49,7 @@ def _squared_norm(grads: Sequence[Tensor]) -> Tensor:
 def clip_divisor(norm: float | Tensor, clip_norm: float | None, loss_scale: float | Tensor) -> float | Tensor:
     """Return the divisor of a gradient: the loss scale times max(1, (norm + 1e-6) / clip_norm).
 
-    As in `torch.nn.utils.clip_grad_norm_`, but without a pass over the gradients. `norm` is that of the unscaled
+    As in `torch.nn.utils.clip_grad_norm_`, but without a pass over the gradients. `norm` is of the unscaled
     gradient.
     """
     if clip_norm is None:

@@ -79,7 +79,7 @@ def build_optimizer(
     """Return the optimizer that the config names, over groups of `parameter_groups`.
 
     Args:
-        shards: How ranks hold the parameters, of which the groups have this rank's rows; None: they are whole.
+        shards: How ranks hold the parameters; the groups have this rank's rows; None: they are whole.
         compute: As `resolve_compute` returns it.
 
     Raises:
@@ -109,7 +109,7 @@ def _without_compiler() -> Iterator[None]:
 
 
 class Elementwise(NamedTuple):
-    """An optimizer that treats each element alone, so that it may get any range of a flattened parameter.
+    """An elementwise optimizer, which may get any range of a flattened parameter.
 
     Attributes:
         entries: Names of its state for each element, which begins as zero.

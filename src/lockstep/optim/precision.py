@@ -75,7 +75,7 @@ def set_tf32(allowed: bool) -> None:
 
 
 def products_in(dtype: torch.dtype | None, device: torch.device) -> str:
-    """Return the precision in which matrices are multiplied: that of autocast, or `tf32` or `fp32` without one.
+    """Return the precision of matrix products: autocast's, or `tf32` or `fp32` without one.
 
     TF32 follows torch's switch, which user code may have set.
     """

@@ -1,4 +1,4 @@
-"""Torch optimizers whose step can be discarded: all tensors are bitwise as if it hadn't been made.
+"""Torch optimizers that can discard a step: all tensors are bitwise as if it hadn't been made.
 
 host knows (CPU)             the step isn't made
 only the device knows        kernels that take `found_inf` change nothing: no tensor is copied, and the host never waits
@@ -41,7 +41,7 @@ def take_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
 
 
 class DeviceGatedOptimizer(Optimizer):
-    """An optimizer whose whole state is tensors on the parameters' device, which decides whether an update is kept.
+    """An optimizer with all state on the parameters' device, which decides whether an update is kept.
 
     Args:
         gated_step: makes the optimizer's step, which may overwrite gradients, but changes nothing if its argument,
@@ -125,7 +125,7 @@ class HostGatedOptimizer(Optimizer):
 
 
 def refuse_closures(kind: type[torch.optim.Optimizer]) -> None:
-    """Raise ConfigError for an optimizer whose step evaluates the loss itself."""
+    """Raise ConfigError for an optimizer that evaluates the loss itself in its step."""
     if (reason := closure_refusal(kind)) is not None:
         raise ConfigError(Problem("", "optimizer", reason))
 
@@ -137,7 +137,7 @@ def closure_refusal(kind: type[torch.optim.Optimizer]) -> str | None:
         return None
     return (
         f"{kind.__name__} evaluates the loss several times in a step (its step needs a closure), but an update has "
-        "one gradient; take an optimizer whose step() needs no closure, such as torch.optim.AdamW"
+        "one gradient; take an optimizer with a step() that needs no closure, such as torch.optim.AdamW"
     )
 
 
@@ -185,7 +185,7 @@ def load_own_state(optimizer: torch.optim.Optimizer, own: dict[str, dict[str, An
         state, groups = optimizer.state, optimizer.param_groups
         of_torch = torch.optim.Optimizer.state_dict(optimizer)
         optimizer.load_state_dict({**of_torch, "state": {}, **entries})
-        optimizer.state, optimizer.param_groups = state, groups  # those of parameters are loaded by name
+        optimizer.state, optimizer.param_groups = state, groups  # parameters' are loaded by name
     kept: MutableMapping[Any, Any] = optimizer.state
     for key in [key for key in kept if isinstance(key, str)]:  # of a later moment than the saved one
         del kept[key]

@@ -1,4 +1,4 @@
-"""Matrices whose rows are sharded over ranks: each is gathered on one of them, computed there, and its rows sent back.
+"""Matrices with rows sharded over ranks: each is gathered on one rank, computed there, and its rows sent back.
 
 So the ranks share the arithmetic (Liu et al. 2025, arXiv:2502.16982, section 2.3), and a rank holds the whole matrices
 of one round, and of the next one, which are gathered meanwhile. Matrices of equal cost share a round, and small ones
@@ -31,10 +31,10 @@ def replace_by_whole(
     shards: RowShards,
     dtype: torch.dtype,
 ) -> None:
-    """Replace this rank's rows of each named matrix by those of `function`(the whole matrix). All ranks together.
+    """Replace this rank's rows of each named matrix by the rows of `function`(the whole matrix). All ranks together.
 
     Args:
-        function: Takes a matrix in `dtype`, in which it is sent, and may overwrite it; returns one of its shape and
+        function: Takes a matrix in `dtype`, as it is sent, and may overwrite it; returns one of its shape and
         dtype.
     """
     exchanges = [
@@ -70,7 +70,7 @@ def rounds(shapes: Sequence[tuple[int, ...]], ranks: int, element_bytes: int) ->
             made.append([[] for _ in range(ranks)])
             size = 0
         size += added
-        takers = range(ranks) if turn % 2 == 0 else reversed(range(ranks))  # whose matrix cost more takes a cheaper one
+        takers = range(ranks) if turn % 2 == 0 else reversed(range(ranks))  # after a costly matrix comes a cheap one
         for rank, index in zip(takers, dealt, strict=False):
             made[-1][rank].append(index)
     return made
@@ -116,7 +116,7 @@ class _Exchange:
         return wholes
 
     def send_back(self, results: Sequence[Tensor]) -> Callable[[], None]:
-        """Start sending back the results; return a function that waits and writes those of this rank's rows."""
+        """Start sending back the results; return a function that waits and writes this rank's rows."""
         by_rank = [
             torch.split(result.reshape(-1), [of_rank[matrix] for of_rank in self._sizes])
             for matrix, result in enumerate(results)

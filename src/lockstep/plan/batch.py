@@ -60,7 +60,7 @@ class BatchPlan:
         return ranges + [(end, end)] * (_ceil(share.terms, self.ranks) - len(ranges))
 
     def share(self, samples: int, rank: int) -> Share:
-        """Return which of a step's fixed micro-batches are those of `rank`."""
+        """Return which of a step's fixed micro-batches belong to `rank`."""
         return share_of(_ceil(samples, self.micro_size), rank, self.ranks)
 
     def product(self, ranks: int) -> str:

@@ -1,4 +1,4 @@
-"""Chooses the strategy of a run: the one in the config, or the first automatic one whose training state fits."""
+"""Chooses the strategy of a run: the one in the config, or the first automatic one with a training state that fits."""
 
 from __future__ import annotations
 
@@ -102,6 +102,6 @@ def is_plenty(config: Config, ranks: int, parameters: Sequence[ParameterFacts], 
 
 
 def state_of(config: Config, ranks: int, parameters: Sequence[ParameterFacts]) -> State:
-    """Return the training state whose bytes are counted."""
+    """Return the training state to count."""
     sums = partial_sums(config.batch, ranks) if config.run.determinism == "invariant" else 0
     return State(config.parallel, config.optim, parameters, sums)

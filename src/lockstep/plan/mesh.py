@@ -59,7 +59,7 @@ class Mesh:
 
     @property
     def pieces(self) -> int:
-        """Number of parts into which the model is partitioned."""
+        """Number of parts of the partitioned model."""
         return self.pipeline * self.tensor
 
     def with_context(self, *, divided: bool) -> Mesh:

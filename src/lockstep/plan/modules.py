@@ -62,7 +62,7 @@ def describe_modules(rows: Sequence[ModuleParameters]) -> str:
 
 
 def row_of(module: str) -> str:
-    """Return the module whose row has a module: the outermost one in a list, or one of a higher level."""
+    """Return the module that has a module's row: the outermost one in a list, or one of a higher level."""
     path = module.split(".")
     numbered = next((place for place, part in enumerate(path) if part.isdecimal()), None)
     return ".".join(path[:_DEPTH] if numbered is None else path[: numbered + 1])

@@ -109,7 +109,7 @@ class OptimizerFacts:
         state_bytes: Of a trained parameter; moments are in the parameter's precision.
         whole_matrices: Its step depends on whole matrices.
         factors: Entries of its state that have one element along a dim of a matrix: that dim, from the end.
-        unsharded_bytes: Those of `state_bytes` that each rank holds when rows are sharded.
+        unsharded_bytes: The part of `state_bytes` that each rank holds when rows are sharded.
         exchanged: Elements that such ranks send to another rank and back, in the compute precision.
         summed_bytes: Bytes that such ranks sum.
         normalizes: Its step depends on a gradient's sign or its ratio to its past, not on its size.

@@ -52,7 +52,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The training state whose bytes are counted; `partial_sums`: further gradients that a rank holds at most."""
+    """The training state to count; `partial_sums`: further gradients that a rank holds at most."""
 
     parallel: Parallel
     optim: Optim
@@ -159,7 +159,7 @@ def volume_of(
     lowered: Collection[str] = (),
     at_root: Collection[str] = (),
 ) -> Volume:
-    """Return the bytes of a model that travel, in the types in which they are gathered and reduced.
+    """Return the bytes of a model that travel, in the dtypes of gathers and reductions.
 
     Args:
         lowered: Parameters that autocast casts wherever they are used: fsdp and ZeRO-3 gather those in its type.

@@ -26,7 +26,7 @@ from lockstep.strategies.record import RunLayout, Strategy, resolved
 from lockstep.strategies.registry import layout_of, strategies
 
 _LONG_WAIT = 0.2
-"""Fraction of the time from which a pipeline's bubble is warned about."""
+"""Fraction of the time; a larger pipeline bubble is warned about."""
 _UNKNOWN = "unknown in advance"
 
 
@@ -252,7 +252,7 @@ def _idle(parallel: Parallel, strategy: Strategy, mesh: Mesh) -> Iterator[str]:
     if mesh.tensor == 1 and parallel.tensor_parallel != TensorParallelOptions():
         idle.append("tensor_parallel")
     for name in idle:
-        yield f"Options under parallel.{name} have no effect in this run, whose strategy is {strategy.name}."
+        yield f"Options under parallel.{name} have no effect in this run: its strategy is {strategy.name}."
 
 
 def _waits(options: PipelineParallel, mesh: Mesh, batch: BatchPlan) -> float:

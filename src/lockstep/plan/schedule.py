@@ -83,7 +83,7 @@ def _curve(schedule: Schedule, over: float) -> float:
 def is_due(every: Every, before: Progress, after: Progress, epoch_samples: int) -> bool:
     """Return whether the step from `before` to `after` reached a multiple of the interval.
 
-    False for minutes, about which ranks could disagree: the loop requests those through the vote.
+    False for minutes, since ranks could disagree about them: the loop requests those through the vote.
     """
     if every.unit == "minutes":
         return False
@@ -105,7 +105,7 @@ def _epochs(number: float, epoch_samples: int) -> tuple[int, int]:
 # --- length of a run ----------------------------------------------------------------------------------------------
 
 LENGTHS = ("steps", "samples", "tokens", "epochs")
-"""The keys of `run`, of which one sets its length."""
+"""The keys of `run` that set its length; exactly one is set."""
 
 
 def epoch_length(facts: DataFacts, global_size: int, drop_last: bool) -> tuple[int, int]:

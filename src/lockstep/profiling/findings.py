@@ -154,7 +154,7 @@ def summary_lines(traces: Sequence[Trace]) -> Iterator[str]:
         share = operator.seconds / slowest.seconds
         yield f"  {short_time(operator.seconds):>9} {share:>5.1%}  {operator.calls:>7,.0f} x {operator.name}"
     findings = findings_of(traces)
-    yield "what limits it" if findings else "nothing stands out: the time is that of the model's own operators"
+    yield "what limits it" if findings else "nothing stands out: the model's own operators take the time"
     for finding in findings:
         yield f"  {finding.fact}"
         yield f"    try: {finding.remedy} (saves at most {finding.share:.0%} of an update)"

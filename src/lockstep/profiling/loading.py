@@ -1,4 +1,4 @@
-"""Measures the data loader alone: what a sample costs, and how many samples a second N workers deliver.
+"""Measures the data loader without the model: what a sample costs, and how many samples a second N workers deliver.
 
 Each setting of workers continues where the last one stopped, so that none gets samples from the system's cache.
 """

@@ -75,7 +75,7 @@ _MICRO = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """An operator's calls and seconds in an update, without those of the operators that it calls."""
+    """An operator's calls and seconds in an update, without the operators that it calls."""
 
     name: str
     calls: float
@@ -84,7 +84,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveUse:
-    """A collective's calls, bytes and seconds in an update; `bandwidth` is that of the bus, in bytes per second."""
+    """A collective's calls, bytes and seconds in an update; `bandwidth` is the bus bandwidth, in bytes per second."""
 
     name: str
     calls: float
@@ -98,12 +98,12 @@ class DeviceUse:
     """The use of a GPU, in seconds of an update.
 
     Attributes:
-        busy: Share of the time in which it computes.
+        busy: Share of the time that it computes.
         idle: It does nothing, not even communicate or copy.
         stalled: It is idle while the host waits for data.
         exposed: It communicates and computes nothing.
         delay: Median from a kernel's launch to its start: short if the GPU waits for the host.
-        syncs: Calls in forward and backward in which the host waits for the GPU, `sync_seconds` in all.
+        syncs: Calls in forward and backward that make the host wait for the GPU, `sync_seconds` in all.
     """
 
     busy: float
@@ -153,12 +153,12 @@ class Trace:
 
     @property
     def queued(self) -> float:
-        """Seconds of an update in which the rank's main thread waits for a core."""
+        """Seconds of an update that the rank's main thread waits for a core."""
         return float(self.facts.get("waited_for_core", 0.0)) / self.updates
 
     @property
     def computing(self) -> float:
-        """Seconds of an update in which the rank doesn't wait for others."""
+        """Seconds of an update without waiting for other ranks."""
         return self.seconds - self.split.get("communication", 0.0)
 
 
@@ -318,7 +318,7 @@ def _size(dims: Any, kind: str) -> float:
 
 
 def _overlap(events: Sequence[Event], computing: Sequence[Event], phases: Sequence[tuple[float, str]]) -> float | None:
-    """Return the share of the collectives' time in which the GPU, or else this rank's thread, computes."""
+    """Return the share of the collectives' time when the GPU, or else this rank's thread, computes."""
     kernels = [event for event in events if event.get("cat") in _KERNELS and _is_communication(event)]
     collectives = union(map(_interval_of, kernels or [event for event in events if event["name"].startswith("gloo:")]))
     if not collectives:

@@ -77,7 +77,7 @@ def _at_step(step: StepComparison, tolerance: Tolerance) -> Deviation | None:
     if not gradient.agrees:
         return found(gradient.first_name, _of_first("the gradient", gradient, "its norm"), _gradient_cause(gradient))
     if loss_deviates:
-        return found(None, losses, "gradients are right, so training is; the reported loss is not that of all samples")
+        return found(None, losses, "gradients are right, so training is; the reported loss is not of all samples")
     if run.reported and not step.norm_difference <= tolerance.norm + step.slack:
         what = f"the gradient norm is {run.norm:.6g} instead of {reference.norm:.6g}, although gradients agree"
         return found(None, what, "clipping uses a norm that counts parts of the gradient twice, or leaves them out")

@@ -104,7 +104,7 @@ class Evidence:
         failure: Why the run ended early, or could not publish its weights.
         notes: Why the model's result depends on the number of ranks by design.
         measured: The same as shown by forwards of the reference.
-        published: Parameters whose published weights differ, and how.
+        published: Parameters with different published weights, and how they differ.
     """
 
     initial: TensorComparison = field(default_factory=TensorComparison)

@@ -36,7 +36,7 @@ _DROPOUT_WORDS = ("drop", "jitter")
 _MAX_DROPOUTS = 4
 _FETCHED = 4
 _FORWARDED = 8
-_TOLERANCE = {None: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # of a loss; rounding alone is far less
+_TOLERANCE = {None: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # of a loss; rounding is far less
 
 
 # --- by inspection ------------------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from lockstep.plan.optimizers import OPTIMIZERS
 
 EPS = 2.0**-24
-"""Relative error of a rounding to fp32, in which parameters and optimizer state are kept under each precision."""
+"""Relative error of a rounding to fp32, the dtype of parameters and optimizer state under each precision."""
 NEGLIGIBLE_GRADIENT = 1e-6
-"""A gradient below this share of the global one is rounding alone. A normalizing optimizer makes whole steps of it, in
+"""A gradient below this share of the global one is only rounding. A normalizing optimizer makes whole steps of it, in
 directions without meaning: the weights of such a parameter are compared under SGD only."""
 NORMALIZING_OPTIMIZERS = frozenset(name for name, facts in OPTIMIZERS.items() if facts.normalizes)
-"""Optimizers whose step depends on a gradient's sign or on its ratio to its past, not on its size. An optimizer object
+"""Optimizers that use a gradient's sign or its ratio to its past, not its size. An optimizer object
 of the user (`given`) may be one."""
 
 

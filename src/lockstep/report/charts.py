@@ -29,12 +29,12 @@ Unit = Literal["plain", "percent", "rate"]
 
 _COLORS = 6
 _ROWS = 10  # of the table of a chart
-_SLOTS = 500  # places along a chart at which a mark can stand
+_SLOTS = 500  # places along a chart where a mark can stand
 _TOP, _BOTTOM = 16, 26  # pixels above and below the plot
 _STRETCH = 1000  # width of the stretched frame, in its own units
 _LEFT_EDGE = 0.04  # of the width, where a label would run into the word "step"
-_STEEP = 20.0  # largest value over the median from which on a logarithmic scale shows more
-_NEAR_ZERO = 0.35  # lowest value over the largest up to which the axis begins at zero
+_STEEP = 20.0  # largest value over the median; above it a logarithmic scale shows more
+_NEAR_ZERO = 0.35  # lowest value over the largest; up to it the axis begins at zero
 _DECADES = 12  # of a logarithmic scale, at most
 
 
@@ -136,7 +136,7 @@ def _trimmed(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Steps at which something happened; of rollbacks the first and the last step."""
+    """Steps with an event; of rollbacks the first and the last step."""
 
     restarts: Sequence[int] = ()
     discarded: Sequence[int] = ()

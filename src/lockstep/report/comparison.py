@@ -1,6 +1,6 @@
 """Compares runs: final figures, differences of their configs, figures over seeds, and curves.
 
-Runs whose configs are equal but for seed and folder are a group, with one color and mean and deviation of its figures.
+Runs with equal configs except for seed and folder are a group, with one color and mean and deviation of its figures.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lockstep.report.series import Series, running_median
 PAGE = "compare.html"
 MOST_RUNS = 64
 _SEED = "run.seed"
-_OWN_KEYS = (_SEED, "run.folder")  # in which runs of a group differ
+_OWN_KEYS = (_SEED, "run.folder")  # that differ within a group
 _SURROUNDINGS = ("host", "platform", "cpu", "gpus", "git", "packages")
 _LONGEST_LABEL = 36
 _LONGEST_VALUE = 60
@@ -92,10 +92,10 @@ class ComparedRun:
 
 @dataclass(frozen=True, slots=True)
 class RunGroup:
-    """Runs whose configs are equal but for the seed and the folder.
+    """Runs with equal configs except for the seed and the folder.
 
     Attributes:
-        name: The settings in which it differs from the other groups.
+        name: The settings that differ from the other groups'.
         figures: Mean, sample deviation (NaN of a single run) and number of runs, by name.
     """
 
@@ -176,7 +176,7 @@ def text(comparison: SideBySide, width: int | None) -> str:
     """
     tables = [comparison.figure_rows(), comparison.seed_rows(), comparison.difference_rows()]
     if not comparison.difference_rows():
-        tables.append([["The configs are equal but for run.folder."]])
+        tables.append([["The configs are equal except for run.folder."]])
     return "\n\n".join("\n".join(_blocks(rows, width)) for rows in tables if rows)
 
 
@@ -235,7 +235,7 @@ def _check_number(folders: Sequence[Path], distinct: Sequence[Path]) -> None:
 
 
 def _metrics_of(run: RunData) -> dict[str, Series]:
-    """Return the metrics of which the run has a finite value: loss, evaluations, what was logged."""
+    """Return the metrics with a finite value in the run: loss, evaluations, what was logged."""
     metrics = {"training loss": replace(run.columns["loss"], noisy=True)}
     for name, of_set in run.evaluations.items():
         for metric, values in of_set.items():

@@ -26,7 +26,7 @@ _SMALL_SHARE = 0.005  # of an update, below which a phase isn't drawn
 
 
 def charts(run: RunData) -> list[Chart]:
-    """Return the charts, the loss first, without those of what never was finite."""
+    """Return the charts, the loss first, without those that never were finite."""
     column = run.columns
     metrics = dict.fromkeys(name for metrics in run.evaluations.values() for name in metrics if name != "loss")
     evaluations = {name: _evaluation_series(run, name) for name in metrics}

@@ -19,7 +19,7 @@ _PHASES = {
     "host": ("host", 0.10, "runs Python between updates (monitors, your code)"),
     "optimizer": ("optimizer", 0.35, "runs the optimizer, while the batch is small beside the model"),
 }
-"""Limits by name: a phase, the share of an update from which on it is one, and what the update does in it."""
+"""Limits by name: a phase, its least share of an update to be one, and what the update does in it."""
 _CROWDED_SHARE = 0.15
 _REMEDIES = {
     "straggler": "`lockstep doctor` on its host, which may be slower, share its cores, or throttle; even out its data",
@@ -56,7 +56,7 @@ class Limit:
 
     @property
     def gain(self) -> float | None:
-        """The factor by which an update would be faster without it; None: unknown."""
+        """How many times as fast an update would be without it; None: unknown."""
         return 1.0 / (1.0 - min(self.share, 0.99)) if self.bounded else None
 
     @property
@@ -99,7 +99,7 @@ def crowded_limits(who: str, share: float) -> list[Limit]:
 
 
 def phase_limits(split: Mapping[str, float], whole: float) -> Iterator[Limit]:
-    """Yield the phases that take too much of an update, of which `split` has the seconds."""
+    """Yield the phases that take too much of an update; `split` has their seconds."""
     for name, (phase, least, what) in _PHASES.items():
         if (share := split.get(phase, 0.0) / whole) > least:
             fact = f"an update {what} for {formatting.short_time(split[phase])}, {share:.0%} of its time"

@@ -203,7 +203,7 @@ def _thumbnail(run: RunData, image: LoggedFile) -> Thumbnail | None:
 
 
 def newest_of_each(files: Sequence[LoggedFile]) -> list[LoggedFile]:
-    """Return the last file of each name, in the order in which names first came, up to `MOST`."""
+    """Return the last file of each name, in the order of the names' first files, up to `MOST`."""
     return list({file.name: file for file in files}.values())[:MOST]
 
 

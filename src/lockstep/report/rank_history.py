@@ -47,7 +47,7 @@ class Interval:
 
     @property
     def computing(self) -> Numbers:
-        """Seconds of an update in which each rank didn't wait for others; the whole if no phase was measured."""
+        """Seconds of an update without each rank's waits for others; the whole if no phase was measured."""
         parts = [column for name, column in self.split.items() if name != "communication"]
         return np.sum(parts, axis=0) if parts else self.step_seconds
 

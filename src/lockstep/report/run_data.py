@@ -139,7 +139,7 @@ def read_run(folder: Path) -> RunData:
 
 
 def _rollbacks(run: RunData) -> list[tuple[int, int]]:
-    """Return the steps whose lines moved to earlier/N when the run resumed from the step before them."""
+    """Return the steps with lines that moved to earlier/N when the run resumed from the step before them."""
     starts = {step for step, _ in run.restarts}
     rollbacks = []
     for folder in sorted((run.folder / EARLIER).glob("*")):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 Numbers: TypeAlias = NDArray[np.float64]
 
 _MEDIANS = 300
-_NOISY = 120  # values from which on a running median shows more than the values
+_NOISY = 120  # values; with more of them a running median shows more
 _LARGEST = 1e150  # larger values are drawn there: differences must not overflow
 _SMALLEST = 1e-150  # smaller values are zero: differences must not vanish
 
@@ -32,7 +32,7 @@ class Series:
         values: one a step; NaN where the value wasn't finite.
         noisy: whether a running median may be drawn over the values.
         color: the same number in every chart for what belongs together.
-        dash: of its line; None: that of its color.
+        dash: of its line; None: its color's.
     """
 
     name: str

@@ -2,10 +2,10 @@
 
     LOCKSTEP_FAULTS=plan.json   {"faults": [{"kind": "kill", "rank": 1, "step": 7, "phase": "backward"}, ...]}
     plan.jsonl                  what happened: each fault as it has its effect, the first update of each round, and the
-                                update in which a fault has fired
+                                update with a fault
 
 A fault fires once, in whichever round its rank enters the phase of that update first. `chaos.hosts` disturbs the
-network, for which the rank waits.
+network, and the rank waits for it.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Fault:
 
     Attributes:
         kind: One of `KINDS`.
-        step: The update, from 1; for `flip` the first from then on before which there are two checkpoints.
+        step: The update, from 1; for `flip` the first from then on after two checkpoints.
         above: For `oom`: the largest micro-batch that fits.
-        folder: For `flip`: that of the checkpoints. For `NETWORK_KINDS`: a file that exists once the network fails.
+        folder: For `flip`: the checkpoints' folder. For `NETWORK_KINDS`: a file that exists once the network fails.
     """
 
     kind: str
@@ -95,7 +95,7 @@ def events_of(plan: Path) -> list[dict[str, Any]]:
 def plant(
     world: World, steps: int, environ: Mapping[str, str] = os.environ, trained_in: Callable[[], Trained] | None = None
 ) -> None:
-    """Plant the faults of the environment's plan, if any, in this rank, whose run has made `steps` updates."""
+    """Plant the faults of the environment's plan, if any, in this rank after `steps` updates of the run."""
     name = environ.get(FAULTS)
     if not name:
         return
@@ -250,13 +250,13 @@ def _act(fault: Fault, world: World) -> None:
             while True:
                 time.sleep(_SLICE_S)
         case "gil":
-            library = ctypes.PyDLL(None)  # whose functions keep the interpreter's lock
+            library = ctypes.PyDLL(None)  # its functions keep the interpreter's lock
             while True:
                 library.sleep(int(_PATIENCE_S))
         case "collective":
             world.axis.gather(None)
         case "host" | "shrink":
-            os.kill(os.getppid(), signal.SIGKILL)  # the launcher, with which its ranks end
+            os.kill(os.getppid(), signal.SIGKILL)  # the launcher; its ranks end with it
             time.sleep(_PATIENCE_S)
 
 

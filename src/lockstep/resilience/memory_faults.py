@@ -19,12 +19,12 @@ _MESSAGE = "CUDA out of memory. Tried to allocate 2.00 MiB. (planted)"
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The model of a run and its data, in which faults are planted.
+    """The model of a run and its data, to plant faults in.
 
     Attributes:
         samples: Returns how many samples of a micro-batch count, in training (true) or in an evaluation.
-        positions: Returns between which positions in the order of the run an update has its samples.
-        first_module: The one whose outputs are the first that this rank uses.
+        positions: Returns the first and the last position of an update's samples in the order of the run.
+        first_module: The first module with outputs that this rank uses.
     """
 
     model: nn.Module

@@ -1,4 +1,4 @@
-"""Watches for the notice by which a machine is taken back, such as that of a spot instance, and asks its run to stop.
+"""Watches for the notice that a machine is taken back, such as a spot instance's, and asks its run to stop.
 
     recovery.notice     where                                                       there is one, if
     aws                 169.254.169.254/latest/meta-data/spot/instance-action       it answers

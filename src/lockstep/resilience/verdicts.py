@@ -1,10 +1,10 @@
 """Decides which updates are kept, and what is reported of those that are not.
 
-A spike is a loss or a gradient norm far above those of the updates before:
+A spike is a loss or a gradient norm far above the ones before:
 
     limit = median + threshold x max(1.4826 x median absolute deviation, 1 % of the median)
 
-The median and the deviation are those of the last `window` kept updates, without the update just before: on an
+Median and deviation are of the last `window` kept updates, without the update just before: on an
 accelerator its numbers may not have arrived yet.
 """
 
@@ -171,7 +171,7 @@ class Verdicts:
     def __init__(self, section: BadNumbers, *, scaled: bool) -> None:
         self._section = section
         self._scaled = scaled
-        left_out = 2 * section.rollback_steps if section.rolls_back else 0  # updates whose samples have no weight
+        left_out = 2 * section.rollback_steps if section.rolls_back else 0  # updates of samples without weight
         self._limit, self._unlabeled = max(DISCARD_LIMIT, left_out), max(UNLABELED_LIMIT, left_out)
         self.discarded = 0  # updates so far
         self._in_a_row = 0  # discarded, up to the last

@@ -17,7 +17,7 @@ _AT_ONCE = 2
 
 
 class BucketSums:
-    """Sums buckets over an axis, two at a time, since each needs a flat copy; `device` is that of collectives."""
+    """Sums buckets over an axis, two at a time, since each needs a flat copy; `device` is the collectives'."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self._axis = axis

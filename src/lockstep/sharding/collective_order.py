@@ -25,7 +25,7 @@ _OTHERS_WAIT = timedelta(seconds=5)
 
 
 class NumberExchange:
-    """Exchanges one number between the ranks of a group (None: all), whose global ranks are `ranks`."""
+    """Exchanges one number between the ranks of a group (None: all); `ranks` are their global ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group_or_all(group)

@@ -16,7 +16,7 @@ from lockstep.sharding.single import LocalStep
 
 
 def build(context: ShardingContext) -> Sharding:
-    """Return a sharding whose forwards run on all GPUs of this machine; with fewer than two, the single process's."""
+    """Return a sharding with forwards on all GPUs of this machine; with fewer than two, the single process's."""
     model, device = context.model, context.world.device
     gpus = 0 if device.type == "cpu" else torch.get_device_module(device).device_count()
     if gpus > 1 and not context.config.run.allow_untested:

@@ -45,7 +45,7 @@ _WITHOUT_GRADIENT = re.compile(r"Parameter indices which did not receive grad fo
 
 
 class DDPStep(GradientStep):
-    """The step of ranks whose gradients DDP averages."""
+    """The step of ranks with gradients averaged by DDP."""
 
     def __init__(self, context: ShardingContext, optimizer: Optimizer, buffers: SyncedBuffers) -> None:
         model, world, options = context.model, context.world, context.config.parallel.ddp
@@ -108,7 +108,7 @@ class DDPStep(GradientStep):
     def _mark_reduction(self, gradient: Tensor) -> None:
         """Let the clock count what DDP does at the backward's end, when it waits for its buckets, as communication.
 
-        The engine's callbacks run in the order in which they are queued, and DDP queues its own at the last bucket.
+        The engine's callbacks run in the order of the queue, and DDP queues its own at the last bucket.
         """
         if self._reduces:
             engine: Any = torch.autograd.Variable._execution_engine
@@ -152,7 +152,7 @@ class DDPStep(GradientStep):
 
 
 class _InOrder(DistributedDataParallel):
-    """DDP whose buckets are the same in every update: parameters in the reverse of their order in the model.
+    """DDP with the same buckets in every update: parameters in the reverse of their order in the model.
 
     torch's first update has one bucket, and later ones the order of the first backward. An all-reduce adds the ranks'
     numbers in an order that depends on their place in the bucket, so a resumed run's first update would have other
@@ -182,7 +182,7 @@ class _InOrder(DistributedDataParallel):
         return begins_update
 
     def in_order(self, parameters: list[T]) -> list[T]:
-        """Return what belongs to trained parameters in the order in which the reducer numbers them."""
+        """Return what belongs to trained parameters, in the order of the reducer's numbers."""
         return parameters if self._has_fixed_buckets else parameters[::-1]
 
 
@@ -210,7 +210,7 @@ class _InBuckets:
             parameter.grad = zero  # DDP makes views of its buckets of gradients that exist
         made = make()
         for parameter, zero in zip(self._parameters, zeros, strict=True):
-            if parameter.grad is not None and parameter.grad is not zero:  # those of sparse gradients have no view
+            if parameter.grad is not None and parameter.grad is not zero:  # sparse gradients have no view
                 self._views[parameter] = parameter.grad
             parameter.grad = None
         return made

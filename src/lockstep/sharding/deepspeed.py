@@ -46,7 +46,7 @@ def build(context: ShardingContext) -> Sharding:
     config = engine_config(context.config, derived_of(context.plan))
     deepspeed = import_for(model, device)
     variables = {"LOCAL_RANK", *(os.environ.keys() & {"OMPI_COMM_WORLD_LOCAL_RANK"})}
-    index = str(device.index or 0)  # not the launcher's number, if each rank sees one GPU alone
+    index = str(device.index or 0)  # not the launcher's number, if each rank sees only one GPU
     with patch.dict(os.environ, dict.fromkeys(variables, index)):  # the index of DeepSpeed's device
         try:
             return _build(context, deepspeed, config)
@@ -347,7 +347,7 @@ _COMM_DTYPE = "comm_dtype"  # deepspeed.runtime.torch_autocast.PARAM_COMM_DTYPE_
 
 
 def gather_in(dtype: torch.dtype, names: Collection[str], model: nn.Module, zero: Any) -> None:
-    """Let DeepSpeed's stage 3, whose optimizer is `zero`, gather the weights of these names in `dtype`."""
+    """Let DeepSpeed's stage 3, with the optimizer `zero`, gather the weights of these names in `dtype`."""
     if zero.partition_count == 1:
         return  # nothing is gathered
     _keep_dtype_of_gathered()

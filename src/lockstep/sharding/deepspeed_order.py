@@ -81,7 +81,7 @@ def _watch_reductions_of_stage_3(zero: Any, see_sent: Callable[[Iterable[Any]], 
 def _watch_gathers(coordinator: Any, model: nn.Module, order: CollectiveOrder) -> None:
     """Compare each module's gather: DeepSpeed decides by them what it prefetches.
 
-    DeepSpeed compares them too, once all have been issued; a rank that is alone in one waits forever by then.
+    DeepSpeed compares them too, once all have been issued; a rank without peers in one waits forever by then.
     """
     from deepspeed.runtime.zero import partitioned_param_coordinator
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from lockstep.plan.mesh import Mesh
     from lockstep.sharding.collective_order import CollectiveOrder
 
-_PADDED = 1 << 16  # elements of padding from which a parameter is sharded along another dim
+_PADDED = 1 << 16  # elements of padding; with more a parameter is sharded along another dim
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -107,7 +107,7 @@ BUILDER = Builder(build, shard)
 
 
 class FSDPStep(GradientStep):
-    """The step of ranks over which parameters are sharded."""
+    """The step of ranks with sharded parameters."""
 
     def __init__(
         self, context: ShardingContext, shards: Sequence[ParameterShard], optimizer: Optimizer, buffers: SyncedBuffers
@@ -136,7 +136,7 @@ class FSDPStep(GradientStep):
         model.register_forward_hook(eager(self._end_forward))
 
     def begin_update(self, samples: int, rate: Callable[[], float]) -> None:
-        if self._gather is not None:  # forwards before an update, such as those of checks, await no backward
+        if self._gather is not None:  # forwards before an update, such as checks', await no backward
             self._gather.end_backward()
 
     def sync_context(self, last: bool) -> AbstractContextManager[object]:
@@ -323,7 +323,7 @@ def _of_classes(model: nn.Module, classes: Sequence[str]) -> list[str]:
 
 
 def _large(model: nn.Module, least: int) -> Iterator[str]:
-    """Yield modules of at least `least` parameters, without counting those of modules that were yielded before."""
+    """Yield modules of at least `least` parameters, not counting modules that were yielded before."""
     taken: set[int] = set()
     for name, module in reversed(list(model.named_modules())):
         if not name or isinstance(module, _NEVER):

@@ -65,7 +65,7 @@ class FSDPUnit:
 
     @torch.no_grad()
     def gather_for_others(self) -> None:
-        """Take part in a gather whose result this rank doesn't need."""
+        """Take part in a gather that this rank doesn't need."""
         group = self.group
         flat = [param._sharded_param_data.view(-1) for param in group.fsdp_params]
         dtypes = [param.param_dtype or param.orig_dtype for param in group.fsdp_params]
@@ -186,7 +186,7 @@ class AutocastGather:
 
 
 def _reduce_in_one_dtype(group: Any, original: Callable[..., None], *unused: Any) -> None:
-    """Convert a unit's gradients to the precision in which they are reduced, after its parameters are freed."""
+    """Convert a unit's gradients to the reduction's precision, after its parameters are freed."""
     if group.reduce_grads:
         params = [param for param in group.fsdp_params if _is_trained(param) and _was_gathered(param)]
         for param in params:

@@ -1,4 +1,4 @@
-"""Replicas whose gradients are summed in one order, so that the sum is bitwise identical on any number of ranks.
+"""Replicas that sum gradients in one order: the sum is bitwise identical on any number of ranks.
 
     rank 0   backward  backward  backward         rank 1   backward  backward      each into a buffer of its own:
                 0         1         2                         3         4          gradient | which there are | loss
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class InvariantStep(GradientStep):
-    """The step of ranks whose sum of gradients is bitwise identical on any number of ranks.
+    """The step with a sum of gradients that is bitwise identical on any number of ranks.
 
     `parallel.ddp.bucket_mb` is the size of the part of the gradient that ranks exchange at a time.
 

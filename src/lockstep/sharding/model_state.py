@@ -5,7 +5,7 @@
     evaluated.layers.0.weight             the parameter as an optimizer with modes evaluates it, for readers of weights
     values: {"optimizer": {PARAMETER: {ENTRY: number}}, "groups": [...], "tied": {NAME: NAME}}
             and "own": {...} of a user's optimizer that keeps other state, if it does,
-            and "recast": [NAME, ...] of buffers to which forwards have given another dtype, if there are any
+            and "recast": [NAME, ...] of buffers that forwards have given another dtype, if any
 
 A tensor is plain if this rank holds it whole, else a DTensor or a `FlatShard`, which know their place in it.
 """

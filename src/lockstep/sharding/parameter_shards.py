@@ -1,8 +1,8 @@
-"""The part of each trained parameter that this rank holds, as a plain parameter, on which an optimizer works.
+"""The part of each trained parameter on this rank, as a plain parameter for an optimizer.
 
 model     weight: DTensor [8, 4] ----.
 here      rows 4-7: [4, 4]       <---'  the same memory        optimizer -> moments [4, 4]
-outside   moments: DTensor [8, 4], of which this rank holds rows 4-7
+outside   moments: DTensor [8, 4]; this rank holds rows 4-7
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ParameterShard:
     def gradient(self) -> Tensor | None:
         """The gradient of this rank's part; None: there is none. If it is partial, ranks sum it: all together.
 
-        To be read without autograd, for which `to_local` is an operation of its own (40 us).
+        To be read without autograd, where `to_local` is an operation of its own (40 us).
         """
         grad, wanted = self.whole.grad, self._placements
         if wanted is None or grad is None:

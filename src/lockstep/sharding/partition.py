@@ -1,6 +1,6 @@
 """The partition of a model over ranks: which rank holds which tensors, and how the whole model is gathered.
 
-Names are those of the whole model on every rank. A tensor that the first and the last stage share is held by two
+Names are the whole model's on every rank. A tensor that the first and the last stage share is held by two
 ranks; its gradient is the sum of both ranks', and counts once.
 """
 
@@ -36,7 +36,7 @@ class ModelPartition:
         axis: The ranks that hold the other stages.
         shared: Names of the parameters that the first and the last stage share.
         ends: The ranks that hold `shared`.
-        tensor_group: The ranks over which matrices are sharded; None: they are whole.
+        tensor_group: The ranks that share the matrices; None: they are whole.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ModelPartition:
             buffer = torch.zeros(shape, dtype=dtype, device=self._device)
             if holder == self._axis.rank:
                 buffer.copy_(full_tensor(own[name]) if is_sharded(own[name]) else own[name])
-            self._axis.sum(bits(buffer))  # integers, to which zeros are added
+            self._axis.sum(bits(buffer))  # integers; zeros are added to them
             if wanted if isinstance(wanted, bool) else wanted(name):
                 yield name, buffer.cpu()
 
@@ -133,7 +133,7 @@ class ModelPartition:
         if any([of_rank["groups"], of_rank.get("own")] != alike for _, of_rank in everywhere):
             raise RunFailed(
                 "the optimizer keeps a value in its groups, or for all parameters, that differs between the stages of "
-                "the pipeline, since each has seen its own gradients alone: it can't be saved, and the run isn't the "
+                "the pipeline, since each has seen only its own gradients: it can't be saved, and the run isn't the "
                 "single process's; use another strategy"
             )
         if own:

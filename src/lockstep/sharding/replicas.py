@@ -105,7 +105,7 @@ class EarlySums:
         sent                     [head, block 3 ----->    [block 2, 1 ---->     [block 0, embedding ->
 
     A bucket is sent when its gradients are there and all buckets before it have been sent. What a rank's last backward
-    doesn't reach is summed after it. `shards` are in the order in which a backward reaches them.
+    doesn't reach is summed after it. `shards` are in the order of a backward.
     """
 
     def __init__(self, shards: Sequence[ParameterShard], axis: Axis, device: torch.device) -> None:
@@ -129,7 +129,7 @@ class EarlySums:
         self._next = 0 if last else len(self._buckets)
 
     def finish(self) -> frozenset[str]:
-        """Wait for the sums, which replace the gradients; return the names of the parameters whose sums had begun."""
+        """Wait for the sums, which replace the gradients; return the names of the parameters with a begun sum."""
         self._sums.finish()
         sent = self._buckets[: self._sent]
         self._sent, self._next = 0, len(self._buckets)

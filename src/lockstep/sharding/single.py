@@ -111,7 +111,7 @@ def unused_parameters(names: Sequence[str], *, where: str = "", remedy: str = ""
     """Return the error for trained parameters that no gradient reaches.
 
     Args:
-        where: On which rank, in which micro-batch; empty: anywhere in the first update.
+        where: Rank and micro-batch, as text; empty: anywhere in the first update.
         remedy: What has to change before a sample may leave a parameter out (`ShardingContext.unused_remedy`).
     """
     shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -27,7 +27,7 @@ _STATE_BYTES = 16  # of a generator
 
 @dataclass
 class Properties:
-    """The properties of a simulated device, named as those of `torch.cuda.get_device_properties`."""
+    """The properties of a simulated device, under the names of `torch.cuda.get_device_properties`."""
 
     name: str = "simulated accelerator"
     total_memory: int = 80 << 30
@@ -90,7 +90,7 @@ class Event:
 
 
 class Generator:
-    """A generator of the device, whose draws have no values."""
+    """A generator of the device; its draws have no values."""
 
     def __init__(self) -> None:
         self._state = torch.zeros(_STATE_BYTES, dtype=torch.uint8)

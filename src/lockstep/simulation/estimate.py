@@ -2,7 +2,7 @@
 
 config + ranks  -->  a config for each strategy, with few micro-batches an update
                 -->  two updates as the first rank, or as the first of each pipeline stage
-                -->  bytes by category at the peak; if it doesn't fit, the smallest change with which it does
+                -->  bytes by category at the peak; if it doesn't fit, the smallest change that makes it fit
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StrategyMemory:
         planned: Whether it is the config's own.
         peak: None if it can't be simulated.
         fits: Whether the peak takes at most nine tenths of a rank's memory; None if either is unknown.
-        note: The change with which it fits, or why it can't be simulated; may be empty.
+        note: The change that makes it fit, or why it can't be simulated; may be empty.
         modules: The whole model's parameters by module and dtype.
         fails: Whether the user's own code raises; the note says where.
     """
@@ -151,7 +151,7 @@ class Estimator:
         return None if self.memory is None else peak.bytes <= USABLE * self.memory
 
     def remedy(self, config: Config) -> str:
-        """Return the changes with which the run fits: the cheapest that do together, and none that isn't needed."""
+        """Return the changes that make the run fit: the cheapest ones that are enough together."""
         taken: dict[str, object] = {}
         for change in _changes(config, self.planned(config)):
             fits = self._fits_with(config, taken | change)
@@ -179,7 +179,7 @@ class Estimator:
 
 
 def under(config: Config, strategy: Strategy, variant: Variant) -> Config:
-    """Return the config with another strategy, whose other options are as the config has them."""
+    """Return the config with another strategy, and that strategy's other options as the config has them."""
     written = config.parallel.model_dump(exclude_unset=True)
     options = {**dict(written.get(strategy.section) or {}), **variant.options}
     degrees = {"data": "auto", "shard": "auto"}

@@ -1,6 +1,6 @@
 """How operations run on the simulated device: shapes for all tensors, values for small ones.
 
-on the CPU alone              as always; a new tensor of over a million elements has a shape alone (if the CPU is what
+only on the CPU               as always; a new tensor of over a million elements has only a shape (if the CPU is what
                               is simulated, every new tensor)
 on the device                 shapes, by torch's FakeTensorMode; a tensor of another device is an error
 small results                 and values, computed from the values of small inputs; what depends on large tensors,
@@ -36,9 +36,9 @@ from lockstep.simulation.failing import is_users, place
 
 aten, prim = torch.ops.aten, torch.ops.prim
 
-_SMALL = 256  # elements up to which a tensor on the device has values
+_SMALL = 256  # elements; a tensor on the device with more has no values
 _SMALL_INT32 = 1 << 16  # the same of an int32: DDP's C++ sends the order of its buckets through the device
-_LARGE = 1 << 20  # elements from which a new tensor on the CPU has none
+_LARGE = 1 << 20  # elements; a new tensor on the CPU with as many has none
 _SMALL_ON_CPU = 17  # the same where the CPU is what is simulated; scales and counters have values
 _FACTORIES = {
     aten.empty.memory_format,
@@ -61,7 +61,7 @@ Watcher = Callable[[Any, tuple[Any, ...], dict[str, Any], Sequence[Tensor]], Non
 
 @dataclass(frozen=True, slots=True)
 class HostSync:
-    """A point at which the host waits: what waits, and the innermost functions there, user code first."""
+    """A point where the host waits: what waits, and the innermost functions there, user code first."""
 
     operation: str
     location: tuple[str, ...]
@@ -210,7 +210,7 @@ class Execution(TorchDispatchMode):
             try:
                 with _disable_current_modes():
                     results = func(*values, **named)
-            except (RuntimeError, NotImplementedError):  # an operation of accelerators alone
+            except (RuntimeError, NotImplementedError):  # an operation only of accelerators
                 results = None
             computed = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
             if len(computed) == len(outputs):
@@ -251,13 +251,13 @@ def simulated_execution(place: str = device.NAME) -> Iterator[Execution]:
     Process groups are made before it. Backwards run on this thread, since others don't have the mode.
 
     Args:
-        place: The type of the device; `cpu`: tensors of the CPU have no data either, but those of datasets.
+        place: The type of the device; `cpu`: tensors of the CPU have no data either, except datasets'.
     """
     module = device.register()
     kernels.register()
     execution = Execution(place, FakeTensorMode(allow_non_fake_inputs=True))
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ))  # DeepSpeed sets LOCAL_RANK, by which others recognize a rank
+        stack.enter_context(patch.dict(os.environ))  # DeepSpeed sets LOCAL_RANK, and others recognize a rank by it
         for target, replacement in _replacements(execution):
             stack.enter_context(patch(target, replacement))
         stack.enter_context(patch.object(Tensor, "data", property(_data, execution.set_data)))

@@ -1,11 +1,11 @@
-"""Process groups without other ranks: collectives whose results are as if every rank had what this one has.
+"""Process groups without other ranks: collectives with results as if every rank had what this one has.
 
     all_reduce(x)        sum: x times the number of ranks; minimum, maximum, average: x
     reduce_scatter(x)    this rank's part of x, times the ranks
     all_gather(x), objects    this rank's for every rank
     receive              ones
 
-A group of a device has that device's tensors alone, as NCCL demands. Each collective is counted with its bytes.
+A group of a device takes only that device's tensors, as NCCL does. Each collective is counted with its bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WrongDevice(RuntimeError):
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """The ranks of a group, of which there is this one; `issued` has the collectives of all groups, in order."""
+    """The ranks of a group; only this one exists; `issued` has the collectives of all groups, in order."""
 
     def __init__(self, rank: int, size: int, device_type: str, issued: list[Collective]) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -187,7 +187,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
 
 class SimulatedHostGroup:
-    """The exchange of objects with the other ranks of a group, for which the accelerator isn't waited for."""
+    """The exchange of objects with the other ranks of a group, without a wait for the accelerator."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._ranks = group.size()
@@ -249,7 +249,7 @@ def _broadcast_objects(*unused: object, **named: object) -> None:
 
 
 def _forget_meshes() -> None:
-    """Clear torch's caches of operations on DTensors, whose meshes name groups that no longer exist."""
+    """Clear torch's caches of DTensor operations: their meshes name groups that no longer exist."""
     from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()

@@ -175,7 +175,7 @@ def _zeros_on_host(leaf: Any) -> Any:
         return value
 
 
-_ALIGNMENT = 16  # bytes of which the kernel wants strides to be multiples
+_ALIGNMENT = 16  # bytes; the kernel wants strides to be multiples of it
 
 
 def grouped_product(
@@ -185,7 +185,7 @@ def grouped_product(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the shape of `torch._grouped_mm`, whose arguments these are."""
+    """Return the shape of `torch._grouped_mm` for its arguments."""
     if left.dtype != right.dtype:
         raise RuntimeError(f"_grouped_mm expects matrices of one dtype, but got {left.dtype} and {right.dtype}")
     for matrix in (left, right):

@@ -32,7 +32,7 @@ _TARGET = f"{__name__}:MadeUp"
 
 
 class MadeUp:
-    """A source whose samples are all alike; `own`: in the form of Lockstep's own models.
+    """A source of equal samples; `own`: in the form of Lockstep's own models.
 
     Args:
         outputs: Numbers that are a sample's target; 0: its class; None: ids.

@@ -1,7 +1,7 @@
 """The peak memory of an update by category and module: which tensors hold it.
 
 Every operation records blocks (a tensor's storage each), and after an update what each was, such as a parameter. The
-bytes are those of tensors. An allocator rounds each block up, and keeps some for itself.
+bytes are the tensors'. An allocator rounds each block up, and keeps some for itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ other           what is made between updates, and belongs to none of these
 SEVERAL = "(several modules)"
 """The module of what holds tensors of more than one."""
 _COMMUNICATION = ("all_gather_copy_in", "split_with_sizes_copy", "chunk_cat")
-_FLAT = 1 << 20  # elements of a tensor of one dim from which it is a bucket
+_FLAT = 1 << 20  # elements; a tensor of one dim with as many is a bucket
 _RELEASE_S = 0.002  # until a thread of gloo has forgotten the tensors of a collective that is done
 aten = torch.ops.aten
 
@@ -55,8 +55,8 @@ class StorageRecord:
 
     Attributes:
         category: As far as its operation shows; owners overrule it.
-        cast_of: The block of which it is a copy in another dtype.
-        module: Whose forward, or whose backward, made it; empty: none's.
+        cast_of: The block that it copies in another dtype.
+        module: The module that made it in its forward or backward; empty: none.
     """
 
     category: Category
@@ -87,7 +87,7 @@ class MemoryLedger:
         self._changes: list[tuple[StorageRecord, int]] = []
         self._owned: dict[StorageRecord, Category] = {}
         self._forwards: list[str] = []  # modules that compute, the innermost last
-        self._head = ""  # the last module whose output is logits
+        self._head = ""  # the last module that returns logits
         self._parameter_shapes: set[tuple[int, ...]] = set()
         self._gathered_sizes: set[int] = set()
 
@@ -112,7 +112,7 @@ class MemoryLedger:
                     block.category = "communication"
 
     def own(self, category: Category, tensors: Iterable[Tensor], modules: Iterable[str] = repeat("")) -> None:
-        """Record what tensors are, and of which modules."""
+        """Record what tensors are, and their modules."""
         for tensor, module in zip(tensors, modules, strict=False):
             local = local_tensor(tensor)
             if local.device.type == self._device_type:
@@ -128,7 +128,7 @@ class MemoryLedger:
         """Record parameters and buffers.
 
         Args:
-            parts: Tensor-parallel ranks, each of which computes with a part of a matrix.
+            parts: Tensor-parallel ranks; each computes with a part of a matrix.
             gathered: The shapes of parameters that are elsewhere, and flat until they have been gathered.
         """
         buffers, parameters = dict(model.named_buffers()), dict(model.named_parameters())
@@ -299,7 +299,7 @@ def _has_threads(tensors: Iterable[Tensor]) -> bool:
 
 @cache
 def _is_point_to_point(func: Any) -> bool:
-    """Return whether it is a send or a receive, of which both sides may send first."""
+    """Return whether it is a send or a receive, where both sides may send first."""
     return func.name().partition("::")[2].startswith(("send", "recv"))
 
 

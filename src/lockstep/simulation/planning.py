@@ -1,7 +1,7 @@
 """The memory of a run, for `lockstep plan` and `lockstep.estimate_memory`: simulated, and measured beside it.
 
 simulated     every strategy, on ranks that needn't exist
-measured      real updates on ranks of this machine, whose tensors are counted in the same way
+measured      real updates on ranks of this machine, with tensors counted in the same way
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ if TYPE_CHECKING:
     from lockstep.training.session import Session
 
 Extent = Literal["all", "planned"]
-"""The strategies whose peak is simulated."""
+"""The strategies to simulate."""
 
 _MEASURED_UPDATES = 3
 _TIMED_UPDATES = 5
-_SHOWN = 1e-3  # fraction of a peak from which a category has a column
+_SHOWN = 1e-3  # fraction of a peak; a category with more has a column
 _HEADS: dict[Category, str] = {"parameters": "params", "gradients": "grads", "communication": "comm."}
 
 
@@ -77,7 +77,7 @@ def estimate_memory(
     Args:
         config: a recipe's name, a file, a mapping, or a Config. It need not contain what is passed as an object.
         memory: bytes of each rank; None: unknown.
-        length: tokens of a sample of a language model: no dataset is needed, or read; None: those of `data.train`.
+        length: tokens of a sample of a language model: no dataset is needed, or read; None: as in `data.train`.
         **objects: `model`, `train_dataset`, ...: see `lockstep.Objects`. A module is left as it is.
 
     Raises:
@@ -161,7 +161,7 @@ def describe_memory(rows: Sequence[StrategyMemory], memory: int | None) -> str:
 
 def describe_measured(predicted: Peak, measured: Peak, *, on_cpu: bool) -> str:
     """Return predicted and measured bytes side by side, and the devices that both are for."""
-    own = "of updates on this machine's CPU, whose kernels hold other bytes than an accelerator's"
+    own = "of updates on this machine's CPU (its kernels hold other bytes than an accelerator's)"
     lines = [f"peak of a rank, {own if on_cpu else 'of updates on the accelerators of this machine'}:"]
     lines += [f"{'':<14}{'predicted':>14}{'measured':>14}{'ratio':>8}"]
     pairs = [(_HEADS.get(name, name), predicted.by_category[name], measured.by_category[name]) for name in CATEGORIES]
@@ -231,7 +231,7 @@ def measured_modes(loaded: LoadedConfig, names: str, *, trust_remote_code: bool)
     """Measure each mode in new ranks of this machine; yield its peak (bytes) and the time of its fastest update.
 
     Args:
-        names: separated by commas, or `all`; `none`, with which all are compared, is first.
+        names: separated by commas, or `all`; `none`, the baseline, is first.
     """
     chosen = list(MODES) if names == "all" else [name.strip() for name in names.split(",")]
     for name in chosen:
@@ -302,7 +302,7 @@ def _measure_rank(config: Config, given: UserObjects, timed: int, folder: Path) 
 def _record(session: Session, timed: int) -> dict[str, Any]:
     """Return peak and held bytes of some updates, and the milliseconds of the fastest of `timed` further ones.
 
-    On the CPU that is processor time, to which other processes add nothing.
+    On the CPU that is processor time, without other processes'.
     """
     device = components_of(session).world.device
     ledger = MemoryLedger(device.type)

@@ -26,7 +26,7 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """The way in which an output is made: argument `same` itself, or a new tensor, perhaps in `view_of`'s storage."""
+    """How an output is made: argument `same` itself, or a new tensor, perhaps in `view_of`'s storage."""
 
     same: int | None = None
     view_of: int | None = None

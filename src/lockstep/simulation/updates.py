@@ -28,7 +28,7 @@ UPDATES = 2
 def peak_of_rank(
     config: Config, ranks: int, rank: int, given: UserObjects, updates: int = UPDATES, device_type: str = device.NAME
 ) -> Peak:
-    """Return the peak of a rank over the first updates of a run; `device_type` is that of ranks, `cpu` or simulated."""
+    """Return the peak of a rank over the first updates of a run; `device_type` is the ranks', `cpu` or simulated."""
     with simulated_rank(rank, ranks, device_type=device_type) as simulated:
         ledger, watchers = MemoryLedger(device_type), simulated.execution.watchers
         if device_type != "cpu":

@@ -22,7 +22,7 @@ class BlobStore(Protocol):
         """Address, for messages."""
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Return the bytes of all objects whose names begin with `prefix`, in order of names."""
+        """Return the bytes of all objects with names that begin with `prefix`, in order of names."""
 
     def size(self, name: str) -> int:
         """Return the bytes of an object."""
@@ -52,7 +52,7 @@ def read_whole(store: BlobStore, name: str, limit: int | None = None) -> bytes:
 
 
 class UserStore:
-    """A user's store, whose exceptions become OSErrors: a client has its own, and a save must survive them."""
+    """A user's store; its exceptions become OSErrors: a client has its own, and a save must survive them."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.place = store.place

@@ -4,8 +4,8 @@ small object    one request; a new one only if there is none of that name
 large           parts of 8 MiB, four at a time, visible once all are there; a failed upload is aborted
 read            a range
 
-obstore repeats a request that isn't answered, or is answered by 5xx or 429, for a limit in seconds. Calls whose answer
-was cut are repeated here. A rule of the bucket has to delete the parts that a killed process has left.
+obstore repeats a request that isn't answered, or is answered by 5xx or 429, for a limit in seconds. Calls with a cut
+answer are repeated here. A rule of the bucket has to delete the parts that a killed process has left.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def open_store(address: str, retry_seconds: float = RETRY_SECONDS) -> BlobStore:
 
 
 class Bucket:
-    """The objects under a prefix of a bucket; uploads are in parts of 5 MiB at least, of which Amazon allows 10,000."""
+    """The objects under a prefix of a bucket; uploads are in parts of 5 MiB at least; Amazon allows 10,000."""
 
     def __init__(self, address: str, retry_seconds: float = 60.0, part_bytes: int = PART_BYTES) -> None:
         self.place = address
@@ -187,7 +187,7 @@ def _is_http(scheme: str) -> bool:
 
 
 def _profile() -> Any:
-    """Return boto3's credentials, which profiles and single sign-on need; None: obstore has those of all others."""
+    """Return boto3's credentials, which profiles and single sign-on need; None: obstore has all others'."""
     files = (Path(os.environ.get(name, file)).expanduser() for name, file in _FILES.items())
     is_named = bool(os.environ.get("AWS_PROFILE"))
     if not is_named and (any(map(os.environ.get, _KEYS)) or not any(file.is_file() for file in files)):

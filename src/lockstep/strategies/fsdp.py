@@ -31,7 +31,7 @@ Precise = Literal["fp32", "bf16", "fp16"]
 
 
 class FSDPPrecision(Section):
-    """Types in which FSDP gathers, reduces and computes.
+    """Dtypes of FSDP's gathers, reductions and computation.
 
     Parameters and optimizer state stay fp32, and `precision.compute` still selects autocast. With fp16,
     `precision.loss_scale` applies.
@@ -41,11 +41,11 @@ class FSDPPrecision(Section):
     """Type of gathered parameters; null: `precision.compute` for weights that autocast would cast, fp32 for others
     (norms, embeddings)."""
     reduce_dtype: Precise = "fp32"
-    """Type in which gradients are reduced."""
+    """Dtype of gradient reductions."""
     output_dtype: Precise | None = None
-    """Type to which outputs of wrapped modules are cast; null: no cast."""
+    """Dtype of outputs of wrapped modules; null: no cast."""
     buffer_dtype: Precise | None = None
-    """Type to which floating-point buffers are cast; null: no cast."""
+    """Dtype of floating-point buffers; null: no cast."""
     cast_forward_inputs: bool = True
     """Cast inputs of wrapped modules to `param_dtype`."""
 
@@ -68,7 +68,7 @@ class FSDP(Section):
     """Unit to gather: the repeated blocks; modules of `min_num_params` or more (size); the whole model (root); or these
     classes, such as `[LlamaDecoderLayer]`."""
     min_num_params: Positive = 100_000_000
-    """`wrap: size`: parameters of a unit, without those of modules wrapped inside."""
+    """`wrap: size`: parameters of a unit, without modules wrapped inside."""
     mixed_precision: FSDPPrecision = FSDPPrecision()
     reduce_every: Literal["update", "micro-batch"] = "update"
     """update: reduce gradients once per step; micro-batch: after each backward, which saves memory and sends more."""

@@ -14,7 +14,7 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "
 
 
 class PipelineParallel(Section):
-    """The partition of a model into stages, and the order in which micro-batches pass through them."""
+    """The partition of a model into stages, and the order of micro-batches through them."""
 
     schedule: PipelineSchedule = "1f1b"
     """gpipe keeps activations of all micro-batches, 1f1b of as many as there are stages; interleaved-1f1b has several

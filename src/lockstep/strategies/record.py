@@ -73,7 +73,7 @@ class Volume:
     Attributes:
         parameters: In the type that they are gathered in.
         gradients: In the type that they are reduced in.
-        at_root: Of the parameters, those in no block: gathered once, those of blocks twice.
+        at_root: Parameters outside of blocks: gathered once; blocks' are gathered twice.
         exchanged: What an optimizer of whole matrices gathers, each on one rank, and sends back.
         summed: What it sums over the shards.
     """
@@ -100,7 +100,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One step whose traffic is computed, on shards x replicas ranks with `micro_batches` on each."""
+    """One step to compute the traffic of, on shards x replicas ranks with `micro_batches` on each."""
 
     volume: Volume
     shards: int
@@ -298,7 +298,7 @@ class Partition:
     Attributes:
         axis: pipeline, context or tensor.
         parallel: The keys of section `parallel` that select it.
-        cells: Features that differ from those of the strategy.
+        cells: Features that differ from the strategy's.
         divides_model: The model itself is partitioned, not its sequences.
         product: `verify` runs it with strategies that shard, and with other partitions of the model.
     """

@@ -131,7 +131,7 @@ def find_strategy(name: str) -> Strategy:
 
 
 def written_name(strategy: Strategy) -> str:
-    """Return the name by which a config finds the strategy in other processes."""
+    """Return the strategy's name for configs in other processes."""
     return _written.get(strategy.name, strategy.name)
 
 

@@ -25,7 +25,7 @@ class Section(BaseModel):
         frozen=True,
         extra="forbid",
         strict=True,
-        allow_inf_nan=False,  # but for what is handed on to others, such as `arguments`
+        allow_inf_nan=False,  # except what is handed on to others, such as `arguments`
         ser_json_inf_nan="constants",
         defer_build=True,
         protected_namespaces=(),

@@ -30,7 +30,7 @@ def checkpoint_activations(
     """Compute parts of a model again in the backward instead of storing their activations.
 
     Works in place; parameter names stay. Gradients are bitwise identical, and dropout draws the same. Call it before
-    DDP, FSDP or compiling. A second call must be for other modules, outside those of the first.
+    DDP, FSDP or compiling. A second call must be for other modules, outside of the first call's.
 
     Args:
         blocks: classes of the modules that are computed again, each separately: `[Block]`, or `[Attention, MLP]`.

@@ -1,6 +1,6 @@
 """Does ahead, in the launcher, what every rank would do before it trains: slow imports, before ranks are forked.
 
-Nothing in the launcher starts a thread or touches an accelerator, after which no rank could be forked.
+Nothing in the launcher starts a thread or touches an accelerator: then no rank could be forked.
 """
 
 from __future__ import annotations

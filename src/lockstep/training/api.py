@@ -63,7 +63,7 @@ def train(
         name: what the run is called; part of its folder's name.
         trust_run: whether the config of another user's run may name code, and reach out of the run's folder (`config`
             is that folder, or a file in it).
-        accept_changes: resume although data, model or seed differ from those of the checkpoint.
+        accept_changes: resume although data, model or seed differ from the checkpoint's.
         fresh: start from the beginning; checkpoints in the run's folder are renamed.
         **objects: `model`, `train_dataset`, ...: see `lockstep.Objects`. A module has the trained weights in the end.
 
@@ -95,7 +95,7 @@ def train(
 def session(config: ConfigLike, *, trust_run: bool = False, **objects: Unpack[Objects]) -> Iterator[Session]:
     """Open a run for a custom loop: iterate over the session, or call `accumulate`, `commit`, `evaluate`.
 
-    It writes no folder and shows nothing. Arguments are those of `train`.
+    It writes no folder and shows nothing. Arguments are as for `train`.
     """
     given = user_objects(objects)
     checked = resolved(config, given, trusted=trust_run)

@@ -231,7 +231,7 @@ def _meta_model(
 
 
 def _evaluation_size(size: int | Literal["auto"], prepared: _Prepared, position: MeshPosition) -> int:
-    """Return the samples per forward of an evaluation, of which a rank has at most its share of the largest set."""
+    """Return the samples per forward of an evaluation: at most a rank's share of the largest set."""
     plan = prepared.plan
     if size == "auto":  # in a pipeline, the rank's whole share
         size = plan.batch.micro_size * (plan.batch.accumulation if plan.mesh.pipeline > 1 else 1)
@@ -269,7 +269,7 @@ def _rate(optim: Optim, schedule: Schedule, custom: Callable[[int, int | None], 
     return partial(learning_rate, optim, schedule)
 
 
-_NO_GROUPS = "doesn't support per-parameter options"  # in the message by which torch's LBFGS refuses groups
+_NO_GROUPS = "doesn't support per-parameter options"  # in torch's message when LBFGS refuses groups
 
 
 class ConfiguredOptimizer:
@@ -303,7 +303,7 @@ class ConfiguredOptimizer:
             key = "optim.arguments" if self._optim.target else "optimizer"
             reason = f"{self._optim.target or 'the function'} raised {type(error).__name__}: {error}"
             if _NO_GROUPS in str(error):
-                reason = f"{error}; take one that has groups and whose step() needs no closure, such as AdamW"
+                reason = f"{error}; take one that has groups and a step() without a closure, such as AdamW"
             raise ConfigError(Problem("", key, reason)) from error
         optimizer, self.used = adapt_optimizer(made, self._optim)
         return optimizer

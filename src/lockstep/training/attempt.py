@@ -1,4 +1,4 @@
-"""Records the beginning of an attempt in attempts.jsonl: when, on which hosts, and what its plan promised."""
+"""Records the beginning of an attempt in attempts.jsonl: when, its hosts, and what its plan promised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names the samples of updates whose numbers are bad, and does what the config asks for.
+"""Reports the samples of updates with bad numbers, and does what the config asks for.
 
     update 12: loss nan     losses of all micro-batches, gathered --> micro-batch 2 of rank 1: its samples
                             --> message, events.jsonl --> kept, discarded, rolled back (`rollbacks`), or the run ends
@@ -111,7 +111,7 @@ class BadUpdates:
         return NumbersReport(report.step, report.step, what, action, named, where)
 
     def _suspects(self, report: StepReport) -> list[_MicroBatch]:
-        """Return the suspected micro-batches; none if only a rank's norm is bad, of which the others may not know."""
+        """Return the suspected micro-batches; none if only a rank's norm is bad: the others may not know."""
         axis = self._components.world.axis
         if axis.size > 1 and math.isfinite(report.loss) and not report.spike.startswith("loss "):
             return []
@@ -144,7 +144,7 @@ def _badness(loss: float) -> float:
 
 
 def _suspects(parts: Sequence[_MicroBatch]) -> list[_MicroBatch]:
-    """Return the micro-batches whose loss isn't finite, or far above the others'; none if that can't be known."""
+    """Return the micro-batches with a loss that isn't finite, or far above the others'; none if that can't be known."""
     bad = [part for part in parts if not math.isfinite(part.loss)]
     if bad or len(parts) < 2:
         return bad if len(bad) < len(parts) else []

@@ -4,7 +4,7 @@
     between its halves' losses                       it is a mean: refused
     neither                                          samples depend on each other: a warning
 
-It uses the outputs of the step itself, in the first update in which a micro-batch has two samples or more. Untrained
+It uses the outputs of the step itself, in the first update with a micro-batch of two samples or more. Untrained
 parameters, and tensors of the objective that it changes and no checkpoint has, are refused, too.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lockstep.core.records import Batch
 
 _LOG = logging.getLogger("lockstep")
-_TOLERANCE = 0.02  # of a sum against that of its halves: losses may have been computed in bf16
+_TOLERANCE = 0.02  # of a sum against its halves' sum: losses may have been computed in bf16
 _TOO_SMALL = 1e-6  # a loss that can't be compared
 
 LossSum = Callable[[Any, "Batch"], Tensor]
@@ -104,7 +104,7 @@ class CheckedObjective:
             why = (
                 f"loss_sum changes {listed(changed, 3)}, and a checkpoint has only the model's tensors. Put a fixed "
                 "model, such as a teacher, into evaluation mode (.eval()); make a state that the loss needs buffers of "
-                "the model, whose forward changes them and returns them with its outputs"
+                "the model: its forward changes them and returns them with its outputs"
             )
             raise ConfigError(Problem("", self._key, why))
         self._keeps_no_state = True
@@ -144,7 +144,7 @@ class CheckedObjective:
 
     def _refuse_parameters(self, loss: Tensor, outputs: object = None) -> None:
         """Raise ConfigError if the loss depends on untrained parameters, otherwise than by the outputs."""
-        trained = set(map(id, self._model.parameters()))  # not what FSDP gathers, of which the outputs are computed
+        trained = set(map(id, self._model.parameters()))  # not what FSDP gathers to compute the outputs
         others = [leaf for leaf in _leaves(loss, outputs) if id(leaf) not in trained and leaf.requires_grad]
         if not others:
             return
@@ -200,7 +200,7 @@ def _is_number(loss: object) -> bool:
 
 
 def _leaves(loss: object, outputs: object) -> Iterator[Tensor]:
-    """Yield the tensors in which a gradient of the loss would be accumulated, without those behind the outputs."""
+    """Yield the tensors that would accumulate a gradient of the loss, without the ones behind the outputs."""
     seen: set[Any] = {None, *(getattr(leaf, "grad_fn", None) for leaf in tree_leaves(outputs))}
     pending = [node for node in [getattr(loss, "grad_fn", None)] if node not in seen]
     while pending:

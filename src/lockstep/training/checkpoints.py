@@ -211,7 +211,7 @@ class Checkpoints(Saves):
         return ended
 
     def save_evaluated(self, report_saves: Callable[[list[SaveReport]], None]) -> None:
-        """Add the evaluation of the state from which the run has resumed to its checkpoint; save a best one."""
+        """Add the evaluation of the state that the run resumed from to its checkpoint; save a best one."""
         if self.evaluations.is_best or self._saved_at == self._session.progress.steps:
             self.save(report_saves)
 

@@ -100,7 +100,7 @@ class Saves:
         """Receive the sums of all ranks' `status`."""
 
     def resumes_from(self) -> int | None:
-        """Return the step from which the run would resume; None: from the beginning."""
+        """Return the step that the run would resume from; None: from the beginning."""
         return None
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SECONDS = 60.0
 _MODULE = "lockstep.simulation.answering"
-_LARGE = 1 << 16  # bytes from which an array is passed on without its values
+_LARGE = 1 << 16  # bytes; an array with as many is passed on without its values
 _MOST = 64 << 20  # bytes of all objects
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TOKEN_BYTES = 16  # of its ids and targets
@@ -44,7 +44,7 @@ _TOKEN_BYTES = 16  # of its ids and targets
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A run, of which `auto` is to be decided; `memory` is the bytes of each rank that tensors may take."""
+    """A run with an `auto` to decide; `memory` is the bytes of each rank that tensors may take."""
 
     config: Config
     ranks: int

@@ -62,7 +62,7 @@ class EarlyStopping:
 
     @property
     def reason(self) -> str | None:
-        """The reason for which the run ends now; None: it continues."""
+        """Why the run ends now; None: it continues."""
         section, state = self.section, self._state
         if section is None or state.waited < section.patience:
             return None

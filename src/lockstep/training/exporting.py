@@ -1,9 +1,9 @@
 """Exports the model of a run from one of its checkpoints, in a format that other tools read.
 
-RUN --> checkpoint: newest whose model verifies | --step N | --best --> its model's tensors, each byte verified
+RUN --> checkpoint: newest verified model | --step N | --best --> its model's tensors, each byte verified
     --> safetensors    a file, with the model's own names
     --> torch          a state dict that torch.load(weights_only=True) reads
-    --> hf             a folder that from_pretrained reads; for this alone the model is built
+    --> hf             a folder that from_pretrained reads; only this builds the model
     --> dcp            a folder of torch.distributed.checkpoint
                        torch, hf and dcp may have the optimizer's state, too (`ExportedState`)
 """
@@ -216,7 +216,7 @@ class ExportArguments:
     Attributes:
         step: Step of the checkpoint; None: the newest that verifies, or the best if the run is to end with it.
         best: Whether to export the checkpoint with the best metric.
-        to: A folder, or a file whose suffix names the format; None: in the run's folder.
+        to: A folder, or a file with the suffix of the format; None: in the run's folder.
         format: `auto` is hf for a Hugging Face model, otherwise safetensors.
         optimizer: Whether to export optimizer state and progress, too.
         force: Whether to replace the target.
@@ -260,7 +260,7 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
     """Export a model, whole or not at all.
 
     Args:
-        run: its folder, that of its checkpoints, or one of them.
+        run: its folder, its checkpoints' folder, or a checkpoint.
 
     Raises:
         ConfigError: the arguments contradict each other or the run, the target exists, or code isn't trusted.
@@ -304,7 +304,7 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
 
 
 def _step(location: CheckpointLocation, arguments: ExportArguments) -> int | None:
-    """Return the checkpoint's step; None for the newest whose model verifies."""
+    """Return the checkpoint's step; None for the newest with a model that verifies."""
     steps, step = names_by_step(location.storage.names()), arguments.step
     if not steps:
         raise ConfigError(f"{location.place} has no checkpoint")
@@ -404,7 +404,7 @@ def _transforms(manifest: Manifest) -> list[str]:
 
 
 def _form(model: Model, arguments: ExportArguments) -> Form:
-    """Return the requested format; else that of the file's suffix; else the one that suits the model."""
+    """Return the requested format; else the one of the file's suffix; else the one that suits the model."""
     form, to = arguments.format, arguments.to
     suffix = to.suffix if to is not None and not to.is_dir() else ""
     named = _FORMS.get(suffix)

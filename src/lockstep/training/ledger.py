@@ -1,4 +1,4 @@
-"""The record of which samples the updates of a run have consumed, over all its attempts.
+"""The record of the samples that a run's updates have consumed, over all its attempts.
 
 attempt 1, 2 ranks    [0 ............ 4,096)    digest     a checkpoint's ledger covers the updates that led to its
 attempt 2, 4 ranks    [4,096 ........ 9,216)    digest     weights; updates that were lost are not in it
@@ -78,7 +78,7 @@ class Ledger:
 
     @property
     def segments(self) -> list[Segment]:
-        """Segments in the order in which they were made."""
+        """Segments in the order of their making."""
         if self._first == self._last:
             return list(self._closed)
         digest = self._digest % MODULUS
@@ -129,7 +129,7 @@ class Audit:
 
     Attributes:
         gaps, repeats: spans that no update, or more than one, consumed.
-        mismatches: segments with other samples than those of the order.
+        mismatches: segments with other samples than the order's.
         expected: the digest that each segment must have.
         changes: (position, what changed there in how positions map to samples).
     """

@@ -51,7 +51,7 @@ class LeftOutSamples:
         return (Request.LEFT_OUT,) if new else ()
 
     def begin(self, batch: GlobalBatch, failure_state: FailureState) -> None:
-        """Exchange what ranks leave out of the first batch, for which there was no vote; all ranks together."""
+        """Exchange what ranks leave out of the first batch, before any vote; all ranks together."""
         if self._source is not None:
             self.fetched(batch)
             self.exchange(failure_state)

@@ -167,7 +167,7 @@ def choose(location: CheckpointLocation, step: int | None) -> str:
         return steps[max(steps)]
     if step not in steps:
         nearest = min(steps, key=lambda known: abs(known - step))
-        raise ConfigError(f"{location.place} has no checkpoint of step {step}; the nearest is that of step {nearest}")
+        raise ConfigError(f"{location.place} has no checkpoint of step {step}; the nearest is of step {nearest}")
     return steps[step]
 
 

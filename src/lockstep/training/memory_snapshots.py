@@ -92,7 +92,7 @@ class MemorySnapshots:
         self.folder: Path | None = None  # where one rank can save the whole state
 
     def resumable(self, storage: Storage) -> Storage | WithMemory:
-        """Return the checkpoints and snapshots from which the run may resume."""
+        """Return the checkpoints and snapshots that the run may resume from."""
         if self._on_hosts and self._run is not None:
             self._join_parts(storage, self._run)
         if self._memory is None:
@@ -123,7 +123,7 @@ class MemorySnapshots:
         return self._memory is not None and step in names_by_step(snapshots_in(self._memory, None).names())
 
     def begin(self, run: RunMetadata, step: int) -> None:
-        """Take snapshots from now on; those after `step`, at which the run begins, are deleted."""
+        """Take snapshots from now on; delete those after `step`, where the run begins."""
         if self._memory is None and not self._on_hosts:
             return
         world, on_hosts = self._world, self._on_hosts
@@ -239,7 +239,7 @@ class MemorySnapshots:
 def _completed(memory: LocalStorage, hosts: list[list[HostPart]], storage: Storage, run: Path) -> list[int]:
     """Return the steps of the snapshots that the hosts have together; complete their manifests.
 
-    What an attempt has taken after the step at which a later one resumed is no part of the run's course.
+    Snapshots of an attempt after the step that a later one resumed from are no part of the run's course.
     """
     if storage.run is None:
         return []
@@ -312,7 +312,7 @@ def _save_newest(config: Config, storage: Storage, folder: Path, memory: MemoryF
             memory.leave()
             return (
                 f"the state after step {step:,} could not be saved: {error.strerror or error}; it is in this host's "
-                f"memory, in {memory.path}, from which the same command resumes"
+                f"memory, in {memory.path}; the same command resumes from it"
             )
         if not is_run(folder):  # it was deleted or moved: with the config, the same command resumes
             RunFolder(folder).write(CONFIG, plain_yaml(to_public(config)))

@@ -50,7 +50,7 @@ class UserLogs:
         self._every = components_of(session).config.monitor.every
         self._monitors = monitors
         self._log = log
-        self._taken: dict[int, MetricLog] = {}  # by steps whose reports haven't arrived
+        self._taken: dict[int, MetricLog] = {}  # by steps without an arrived report
         self._has_entries = session.progress.steps > 0  # of a run that resumes, the first update may be recorded
 
     def updated(self, step: int) -> tuple[Request, ...]:
@@ -131,7 +131,7 @@ class Meters:
 
 
 def refuse_missing_packages(config: Config) -> None:
-    """Raise ConfigError if the config has monitors whose packages aren't installed."""
+    """Raise ConfigError if the packages of a monitor in the config aren't installed."""
     if config.monitor.prometheus is not None and importlib.util.find_spec("prometheus_client") is None:
         text = f"it needs the package prometheus-client: {pip_install('prometheus')}"
         raise ConfigError(Problem("", "monitor.prometheus", text))

@@ -35,7 +35,7 @@ _TOO_LARGE = "One sample alone would need"
 
 
 def least_micro_size(components: Components) -> int:
-    """Return the smallest `batch.micro_size` with which no micro-batch has too few samples for the model."""
+    """Return the smallest `batch.micro_size` that gives no micro-batch too few samples for the model."""
     least, plan = least_samples(components.sharding.state.model), components.plan
     batch, current = plan.batch, plan.batch.micro_size
     if least == 1:
@@ -74,8 +74,8 @@ class MemoryFactors:
     Attributes:
         micro_size, evaluation_size: samples per forward.
         strategy: as resolved, or `auto` where it isn't resolved yet.
-        can_checkpoint: whether the model has repeated blocks whose activations are kept.
-        least_size: the smallest `batch.micro_size` with which the model can be trained.
+        can_checkpoint: whether the model has repeated blocks that keep their activations.
+        least_size: the smallest `batch.micro_size` that can train the model.
     """
 
     micro_size: int

@@ -1,4 +1,4 @@
-"""The folder of a run, and the check of which run the checkpoints in `checkpoint.folder` belong to.
+"""The folder of a run, and the check that the checkpoints in `checkpoint.folder` belong to it.
 
 no checkpoints                              --> this run takes the folder
 this run's (its id, or its folder)          --> the run resumes
@@ -8,7 +8,7 @@ another run's                               --> refused, with a free subfolder
 Checkpoints in the run's own folder need no check. An object store is checked by the ranks: a client that the launcher
 has used can't be forked with them.
 
-A run whose config names no folder gets one for its launch, which a restart finds again: in the launcher's store, by the
+A run without a folder in its config gets one per launch, which a restart finds again: in the launcher's store, by the
 launch's id (--rdzv-id 4711 or --job-id 4711: runs/RECIPE-4711), or else a new one, RECIPE-DATE-TIME. torchrun's id is
 "none" unless one is given, and on a single node a UUID. Without a store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1) a
 restart can't be told from a start, so --fresh, --from and --fork are refused there.
@@ -108,7 +108,7 @@ def resumed(resume: Resume, world: World) -> Resume:
 
 @dataclass(frozen=True, slots=True)
 class _Occupant:
-    """The run whose checkpoints a folder has, and the manifest of its newest readable checkpoint, if any."""
+    """The run that owns the checkpoints of a folder, and the manifest of the newest readable one, if any."""
 
     owner: Owner
     newest: Manifest | None
@@ -225,7 +225,7 @@ def _refuse_empty_place(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def _occupant(storage: Storage) -> _Occupant | None:
-    """Return the run whose checkpoints are in the storage; None if another run could overwrite nothing there."""
+    """Return the run that owns the checkpoints in the storage; None if another run could overwrite nothing there."""
     names = names_by_step(storage.names())
     if not names:
         return None

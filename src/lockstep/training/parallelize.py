@@ -83,7 +83,7 @@ class SyncBatchNorm(Transform):
 
 
 PARTITION = "parallel.pipeline"
-"""The name by which rules of transforms refer to the pipeline partition."""
+"""The name of the pipeline partition in rules of transforms."""
 
 _INVARIANT = "lockstep.sharding.invariant:BUILDER"
 _CHECKED_LENGTH = 32  # positions of a sequence
@@ -194,7 +194,7 @@ def parallelize(
 
 
 def _lay_out(model: nn.Module, *, sharded: bool) -> None:
-    """Make parameters contiguous: all that are sharded, else those whose elements share memory."""
+    """Make parameters contiguous: all that are sharded, else those with elements that share memory."""
     for parameter in model.parameters():
         if not parameter.is_contiguous() and (sharded or is_expanded(parameter)):
             parameter.data = parameter.data.contiguous()
@@ -495,5 +495,5 @@ def _check_tensor_plan(
 
 
 def muted_logging() -> AbstractContextManager[object]:
-    """Return a context in which what user code logs is dropped."""
+    """Return a context that drops what user code logs."""
     return recording(MetricLog())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _LONG = {"steps": 1_000_000, "samples": None, "tokens": None, "epochs": None}
-"""A length with which no schedule is too long: no warning of one is printed where the length isn't known."""
+"""A length that makes no schedule too long: no warning of one is printed where the length isn't known."""
 
 
 def plan_run(
@@ -70,6 +70,6 @@ def memory_here(config: Config, ranks: int) -> int | None:
 
 
 def data_facts(config: Config, given: UserObjects) -> tuple[DataFacts, list[str]]:
-    """Return the facts about the data that the config states, or else those of the data; and notes for the user."""
+    """Return the facts about the data from the config, or else from the data; and notes for the user."""
     facts = facts_of_config(config)
     return (open_sources(config, given)[0].facts, []) if facts is None else (facts, [NOT_READ])

@@ -3,7 +3,7 @@
     small    model.safetensors
     large    model-00001-of-00004.safetensors, ...        model.safetensors.index.json: name -> file
 
-The tensors of one file are gathered and written before those of the next. The folder is written under another name and
+The tensors of one file are gathered and written before the next one's. The folder is written under another name and
 exchanged with the old one.
 """
 
@@ -153,7 +153,7 @@ def write_file(model: Any, expected: ModelTensors, file: Path, tensors: dict[str
         own.rmdir()
     else:
         write_tensors(tensors, file)
-    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors makes it readable by its owner alone
+    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors makes it readable only by its owner
     flush(file)
 
 

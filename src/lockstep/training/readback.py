@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 Reporter = Callable[[list[float], float, bool, float, float], StepReport]
 Rest = tuple["float | Tensor", "bool | Tensor", "float | Tensor", "float | Tensor"]
-"""Norm of the gradient, unscaled; whether the update was kept; loss scale; the count by which the loss was divided."""
+"""Norm of the gradient, unscaled; whether the update was kept; loss scale; the divisor of the loss."""
 
 
 class PendingReport:
-    """The report of an update, whose numbers may not have arrived from an accelerator yet."""
+    """The report of an update; its numbers may not have arrived from an accelerator yet."""
 
     __slots__ = ("_land", "report")
 
@@ -61,7 +61,7 @@ class Readback:
         self._pending: tuple[Tensor, Any, Reporter, PendingReport] | None = None  # Any: the copy's event
         self._ready: StepReport | None = None  # landed, and not to be seen before the next update on any rank
         self._delivered: StepReport | None = None
-        self._unread: deque[StepReport] = deque(maxlen=2)  # one that came late, and that of the last update
+        self._unread: deque[StepReport] = deque(maxlen=2)  # one that came late, and the last update's
 
     def __iter__(self) -> Iterator[StepReport]:
         while self._unread:

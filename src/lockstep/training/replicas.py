@@ -113,7 +113,7 @@ def _parts(state: TrainingState) -> list[dict[str, Tensor]]:
     sharded: dict[str, Tensor] = {}
     for name in sorted(state.tensors.keys() - state.changes_in_forward):
         tensor = state.tensors[name]
-        if not isinstance(tensor, FlatShard):  # of which each rank holds another range
+        if not isinstance(tensor, FlatShard):  # each rank holds another range of it
             (sharded if is_sharded(tensor) else whole)[name] = tensor
     return [part for part in (whole, sharded) if part]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lockstep.config.every import Every
     from lockstep.core.progress import Progress
 
-_LOST_AFTER = 16  # updates after which a request that isn't followed was lost with its vote
+_LOST_AFTER = 16  # updates; a request that isn't followed by then was lost with its vote
 
 
 class OpenRequest:
@@ -40,7 +40,7 @@ class OpenRequest:
 
 
 class Trigger:
-    """Decides after which updates an evaluation or a save follows; without `every`, only after requested ones."""
+    """Decides which updates an evaluation or a save follows; without `every`, only after requested ones."""
 
     def __init__(self, every: Every | None, request: Request, epoch_samples: int, rank: int) -> None:
         self._every = every

@@ -72,8 +72,8 @@ class Rescue:
         """Save the state, and return what to report.
 
         Where all ranks know of the failure, they save together. Otherwise a rank that holds the whole state saves it
-        alone; where ranks hold parts, nothing is saved. A rank that has lost a peer saves in its launcher's memory,
-        from which the next round resumes: that is faster than the storage.
+        by itself; where ranks hold parts, nothing is saved. A rank that lost a peer saves in its launcher's memory, and
+        the next round resumes from there: that is faster than the storage.
         """
         step, place = self.session.progress.steps, self.storage.place
         try:
@@ -149,7 +149,7 @@ class Rescue:
         """Return why the state can't be saved if the save of an earlier state, which is the best, has not ended."""
         if self.best in (None, self.session.progress.steps) or self.best in self._saved_steps():
             return None
-        return f"the best state, that of step {self.best:,}, was still being saved, and has to be saved first"
+        return f"the best state, of step {self.best:,}, was still being saved, and has to be saved first"
 
     def _save_together(self) -> str | None:
         self.saver.disable_deletion()

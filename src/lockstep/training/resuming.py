@@ -48,7 +48,7 @@ _DATA = {
 _RUN_KEYS = (
     "model", "objective", "data.train", "data.shuffle", "data.drop_last", "run.seed", "optim.name", "transforms",
 )  # fmt: skip
-_CACHED = 60.0  # seconds for which a client of a network file system may remember that a name doesn't exist
+_CACHED = 60.0  # seconds; a client of a network file system may remember for so long that a name doesn't exist
 
 
 class _Discards(BaseModel):
@@ -82,7 +82,7 @@ class _State(BaseModel):
 
 
 def check_state(manifest: Manifest) -> list[str]:
-    """Return the tensors to which forwards have given another dtype. Raises CorruptCheckpoint for an invalid state."""
+    """Return the tensors that forwards have given another dtype. Raises CorruptCheckpoint for an invalid state."""
     try:
         state = _State.model_validate_json(json.dumps(manifest.state), strict=True)
         progress = Progress(**manifest.state["progress"])
@@ -113,7 +113,7 @@ def epoch_samples_in(manifest: Manifest) -> int:
 
 
 def changes(manifest: Manifest, config: Config, data: Mapping[str, Any]) -> list[str]:
-    """Return how this run's data, model and seed differ from those of the saved run, one line each.
+    """Return how this run's data, model and seed differ from the saved run's, one line each.
 
     Args:
         data: identifies this run's data.
@@ -149,7 +149,7 @@ class Resume:
     Attributes:
         fresh: start over, whatever was saved before.
         step: of the checkpoint to resume from; None: the newest.
-        origin: storage of another run, from whose checkpoint this one starts as a fork; None: its own.
+        origin: storage of another run that this one forks from; None: its own.
         accept_changes: resume although data, model or seed differ.
         until: the latest step to resume from; None: any.
     """
@@ -235,7 +235,7 @@ def _other_rate(session: Session, manifest: Manifest) -> list[str]:
 def restore(
     session: Session, origin: ReadableStorage, resume: Resume, data: Mapping[str, Any]
 ) -> tuple[LoadedCheckpoint, list[str]] | None:
-    """Restore the session from the newest usable checkpoint, or from that of `resume.step`; None: there is none.
+    """Restore the session from the newest usable checkpoint, or the one of `resume.step`; None: there is none.
 
     A manifest with the right hash may hold an invalid state: then the checkpoint before it is used.
 

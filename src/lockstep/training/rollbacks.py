@@ -1,7 +1,7 @@
 """Rollbacks: a run goes back to a state before bad updates, and leaves their samples out.
 
     update 52 is bad    rollback_steps 10: the samples of updates 43 to 52 are left out
-    kept states         30 ... 40 ... 50     the newest one before update 43 is that of step 40
+    kept states         30 ... 40 ... 50     the newest one before update 43 is of step 40
     RUN/logs            rollbacks.json       what all ranks do when they start again, under any launcher
     step 40             updates 41 and 42 once more; then 43 to 52, without their samples
 
@@ -48,7 +48,7 @@ class Rollback:
 
     Attributes:
         update: The bad update.
-        to: Step of the state to which the run goes back, or an earlier one.
+        to: Step of the state that the run goes back to, or an earlier one.
         first, last: Positions of the samples that are left out; `last` is exclusive.
         what, samples, where: See `NumbersReport`.
         applied: Whether the run has started again since.
@@ -65,7 +65,7 @@ class Rollback:
 
 
 def recorded(due: RollbackDue, components: Components, checkpoints: Checkpoints) -> Failure:
-    """Record that the run goes back, on the first rank; return the failure with which this attempt ends."""
+    """Record that the run goes back, on the first rank; return the failure that ends this attempt."""
     checkpoints.finish()  # a save in progress exists then
     checkpoints.snapshots.finish()
     components.world.axis.barrier()
@@ -116,7 +116,7 @@ def _in_a_row(earlier: Sequence[Rollback], update: int, steps: int) -> int:
 def rollbacks_of(components: Components, run: Path, resume: Resume) -> tuple[list[Rollback], Resume]:
     """Return the rollbacks of the run that starts in a folder, and where it resumes; the same on all ranks.
 
-    A run that starts over uses all samples. One whose config has no rollback any more forgets those not yet applied.
+    A run that starts over uses all samples. One with no rollback in its config any more forgets those not yet applied.
     Raises RunFailed if the run's list of rollbacks can't be read.
     """
     rolls_back = components.config.recovery.bad_numbers.rolls_back

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _LAST_REPORT_S = 30.0
 _FOLLOWED = (Request.EVALUATE, Request.SAVE, Request.STOP, Request.PAUSE, Request.SNAPSHOT)
-"""Requests for something that follows the update in which all ranks receive them."""
+"""Requests for what follows the update that delivers them to all ranks."""
 
 
 @dataclass(slots=True)

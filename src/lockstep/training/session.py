@@ -276,7 +276,7 @@ class Session:
         Args:
             place: a folder, or an object store.
             fresh: start from the beginning; the checkpoints that are there are renamed.
-            accept_changes: resume although data, model or seed differ from those of the checkpoint.
+            accept_changes: resume although data, model or seed differ from the checkpoint's.
 
         Raises:
             ConfigError: the checkpoints there are of another run.
@@ -287,7 +287,7 @@ class Session:
     # --- state ----------------------------------------------------------------------------------------------------
 
     def state(self, *, synchronized: bool = True) -> TrainingState:
-        """Return the whole state of a run between two updates, from which `restore` continues bit for bit.
+        """Return the whole state of a run between two updates; `restore` continues from it bit for bit.
 
         Args:
             synchronized: all ranks together, with the first rank's buffers; false: only this rank, with its own.
@@ -447,7 +447,7 @@ def updates_of(session: Session, reads_now: Callable[[Progress], bool]) -> Itera
 
 
 def ledger_of(session: Session) -> Ledger:
-    """Return the record of which samples the updates of the run have consumed, by attempt."""
+    """Return the record of the samples that the run's updates have consumed, by attempt."""
     session._components.readback.land()
     return session._ledger
 

@@ -99,7 +99,7 @@ def open_sources(config: Config, given: UserObjects, model: nn.Module | None = N
 
 
 def prepared(sources: Sources, prepare: Callable[[Batch], Batch]) -> Sources:
-    """Return sources whose batches are passed through a function."""
+    """Return sources with batches passed through a function."""
     train, evaluation = sources
     return PreparedSource(train, prepare), {name: PreparedSource(each, prepare) for name, each in evaluation.items()}
 
@@ -138,7 +138,7 @@ def make_objective(
             with evaluation_named(name):
                 alike = _aligned(config.data.evaluation[name], source, head) is aligned
             if not alike:
-                why = "its targets and those of data.train aren't shifted alike against the inputs; make them alike"
+                why = "its targets and data.train's aren't shifted alike against the inputs; make them alike"
                 raise ConfigError(Problem("", f"data.evaluation.{name}", why))
     objective = _objective(config, train.facts, given, head, aligned=aligned)
     if key is not None:

@@ -170,7 +170,7 @@ def is_done(job: Job, *, is_first: bool) -> bool:
     """Return whether nothing is left to train, which the first rank prints. Raises ConfigError if the run can't start.
 
     Args:
-        is_first: Whether this process compares the settings with those of the folder's run.
+        is_first: Whether this process compares the settings with the folder's run.
     """
     config, resume = job.config, job.resume
     _check_start(config, resume)
@@ -250,7 +250,7 @@ def _echo_once(message: str) -> None:
 
 
 def _too_long(run: Run, storage: Storage, folder: Path, *, finished: bool) -> str | None:
-    """Return the message for a run whose newest checkpoint is beyond its new length, or None.
+    """Return the message for a run with a checkpoint beyond its new length, or None.
 
     A run that stopped exactly at its new end still has to be finished.
     """
@@ -369,7 +369,7 @@ def _content(file: Path) -> bytes:
 
 
 def train_as_rank(job: Job, folder: Path) -> int:
-    """Train as a rank of a job whose folder exists."""
+    """Train as a rank of a job with an existing folder."""
     run_job(replace(job, folder=folder))
     return 0
 
@@ -393,7 +393,7 @@ def train_on_hosts(job: Job, ranks: int | Literal["auto"]) -> tuple[Path | None,
 
 
 def _refuse_numbers_of_hosts(config: Config, ranks: int) -> None:
-    """Raise ConfigError with each of the allowed numbers of hosts on which the run can't train."""
+    """Raise ConfigError with each allowed number of hosts that the run can't train on."""
     if not config.recovery.budget("host"):
         why = f"no budget for lost hosts, but launch.nodes {config.launch.nodes} continues without them; give 3"
         raise ConfigError(Problem("", "recovery.restarts", why))

@@ -120,11 +120,11 @@ def _refusal(name: str, value: Any) -> str | None:
     if isinstance(value, str):
         return f"is the text {value!r}; pass {expected}, or set {name} in the config"
     if name == "optimizer" and issubclass(kind, torch.optim.Optimizer):
-        own = f"is an object of {kind.__name__}, whose parameters a strategy may replace"
+        own = f"is an object of {kind.__name__}, but a strategy may replace its parameters"
         again = f"{own}; pass optimizer=lambda groups: {kind.__name__}(groups, lr=...)"
         return closure_refusal(kind) or (None if value is kind else again)
     if name == "schedule" and issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
-        return f"is a {kind.__name__}, whose state would not be saved; pass {expected}, or set schedule.kind"
+        return f"is a {kind.__name__}, and its state would not be saved; pass {expected}, or set schedule.kind"
     if not callable(value):
         return f"is of type {kind.__name__}; pass {expected}"
     if name == "schedule":

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MODEL = "model"
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_TRAINING_KEYS = ("use_cache",)  # that Lockstep sets in a transformers config, for training alone
+_TRAINING_KEYS = ("use_cache",)  # that Lockstep sets in a transformers config, only for training
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
@@ -51,7 +51,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
     place = folder / MODEL
     if not holds_weights(place):
-        export = f"take those of its newest checkpoint: {command_line('lockstep', 'export', folder, '--to', place)}"
+        export = f"take its newest checkpoint's: {command_line('lockstep', 'export', folder, '--to', place)}"
         why = "are gone" if is_finished(folder) else "don't exist before it is finished"
         raise ConfigError(f"{folder}: the weights of this run ({Path(MODEL, FILE)}) {why}; {export}")
     try:
@@ -162,7 +162,7 @@ def tokenizer_of(model: Model, data: DataSource) -> str | None:
 
 
 def to_rebuild(loaded: LoadedConfig, *, trusted: bool) -> Config:
-    """Return the config from which a run's model is built again. Raises ConfigError if its code isn't trusted."""
+    """Return the config to build a run's model from again. Raises ConfigError if its code isn't trusted."""
     config = approved(loaded, trusted=trusted)
     section = config.model.model_copy(update={"init_from": None, "init_partial": False})
     return config.model_copy(update={"model": section})

@@ -174,7 +174,7 @@ def _marks(module: nn.Module) -> dict[str, _Mark]:
 
 
 def _changed(before: dict[str, _Mark], now: dict[str, _Mark]) -> set[str]:
-    """Return the names of parameters of which this rank holds other values; a strategy may have gathered one."""
+    """Return the names of parameters with other values on this rank; a strategy may have gathered one."""
     return {
         name
         for name, (parameter, shape, bits) in now.items()

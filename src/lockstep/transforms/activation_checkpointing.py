@@ -38,7 +38,7 @@ _EXPENSIVE = frozenset(
     )
     if (operator := getattr(getattr(torch.ops.aten, name, None), "default", None)) is not None
 )  # fmt: skip
-"""Operators whose results selective keeps: torch's matrix products and attentions that this version has."""
+"""Operators with results that selective keeps: torch's matrix products and attentions in this version."""
 
 
 def _recomputed(
@@ -52,7 +52,7 @@ def _recomputed(
     if not torch.is_grad_enabled():
         return forward(*inputs, **named)
     checks = guard.begin() and not torch.compiler.is_compiling()
-    # torch searches the positional inputs alone for tensors, whose device's generator it restores
+    # torch searches only the positional inputs for tensors, and restores the generator of their device
     call = partial(_call, forward, tuple(named)) if named else forward
     given = (*inputs, *named.values())
     kept: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
@@ -115,7 +115,7 @@ class Recomputation:
 
     Attributes:
         mode: The mode in the config.
-        blocks: Names of the modules whose forward was replaced.
+        blocks: Names of the modules with a replaced forward.
     """
 
     mode: str
@@ -130,7 +130,7 @@ class RecomputeBlocks(Transform):
     """Replaces the forwards of blocks, the model's repeated layers, by ones that keep less.
 
     Args:
-        muted: Makes the context of the second forward, in which logging is dropped: the first has logged the same.
+        muted: Makes the context of the second forward, where logging is dropped: the first has logged the same.
     """
 
     name = _KEY

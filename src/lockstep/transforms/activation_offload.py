@@ -67,7 +67,7 @@ def _keep_from_here(offload: ActivationsOnHost, module: nn.Module, inputs: objec
 
 
 class ActivationsOnHost(saved_tensors_hooks):
-    """A context in which tensors that autograd saves for the backward are saved in the host's memory.
+    """Saves, in this context, autograd's tensors for the backward in the host's memory.
 
     It can be entered once for each forward, also before the backward of the one before.
 

@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, with the sums by which it can be merged with attention to other keys.
+"""Attention of some queries to some keys, with sums to merge it with attention to other keys.
 
 q [B, H, Q, D]; k, v [B, H, K, D]; lse [B, H, Q] fp32, fp64 of fp64. A mask [B, 1, Q, K] is added to the scores.
 (Dao 2023, FlashAttention-2, arXiv:2307.08691, section 3.1.)
@@ -24,7 +24,7 @@ class AttentionOutput(NamedTuple):
 
     Attributes:
         values: softmax(q k' scale + mask) v, in q's dtype.
-        lse: Log of the sums by which the softmax was divided.
+        lse: Log of the softmax's divisors.
     """
 
     values: Tensor
@@ -69,7 +69,7 @@ def attend_backward(
 
     Args:
         gradient: The gradient of the output's values, [B, H, Q, D].
-        output: Attention to all keys that the queries see, not these alone.
+        output: Attention to all keys that the queries see, not only these.
     """
     if query.device.type == "cpu":
         results = _flash_cpu_backward(

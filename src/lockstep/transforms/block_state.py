@@ -26,7 +26,7 @@ _OF_DEEPSPEED = re.compile(r"ds_\w+|applied_pre_backward_ref_cnt")
 
 
 class StateGuard:
-    """Refuses a block whose second forward would change the run."""
+    """Refuses a block if its second forward would change the run."""
 
     def __init__(self, name: str, block: nn.Module) -> None:
         self._name = name
@@ -38,8 +38,8 @@ class StateGuard:
     def stops_early(self) -> bool:
         """True if the second forward must end where the backward needs no more of it.
 
-        DeepSpeed's stage 3 releases a module's parameters after its forward, also those that the backward, in which the
-        second forward runs, has just gathered.
+        DeepSpeed's stage 3 releases a module's parameters after its forward, also those that the backward has just
+        gathered around its second forward.
         """
         return any("ds_id" in vars(parameter) for parameter in self._block.parameters())
 
@@ -52,12 +52,12 @@ class StateGuard:
 
     @contextmanager
     def forward(self, inputs: Sequence[Any]) -> Iterator[None]:
-        """Raise ConfigError if the forward writes to `inputs`, from which the second one will begin."""
+        """Raise ConfigError if the forward writes to `inputs`, where the second one will begin."""
         tensors = [item for item in tree_leaves(inputs) if isinstance(item, Tensor) and not item.is_inference()]
         versions = [tensor._version for tensor in tensors]
         yield
         if [tensor._version for tensor in tensors] != versions:
-            raise _refusal(f"{self._name} writes to its input in place, from which it would be computed again")
+            raise _refusal(f"{self._name} writes to its input in place, but it would be computed again from that")
 
     def weights(self) -> list[Tensor | None]:
         """Return the tensors that the block's modules now have as parameters."""

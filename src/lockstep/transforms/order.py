@@ -36,7 +36,7 @@ def apply_transforms(model: Module, transforms: Sequence[Transform], device: tor
         if after != names:
             added, lost = (", ".join(sorted(changed)[:3]) or "none" for changed in (after - names, names - after))
             raise ConfigError(
-                f"{transform.name}: the model's tensors must keep their names, by which they are saved and sharded; "
+                f"{transform.name}: the model's tensors must keep their names, which saving and sharding use; "
                 f"added {added}, lost {lost}. Add layers in the model itself, before it is passed to Lockstep"
             )
     return model
@@ -53,7 +53,7 @@ def split_at(step: str, transforms: Sequence[Transform]) -> tuple[list[Transform
     by_name = {transform.name: transform for transform in transforms}
     if len(by_name) < len(transforms):
         names = [transform.name for transform in transforms]
-        raise ConfigError(f"transforms: two are named {next(name for name in names if names.count(name) > 1)}")
+        raise ConfigError(f"transforms: two have the name {next(name for name in names if names.count(name) > 1)}")
     known = {*by_name, step}
     graph = {name: {other for other in transform.after if other in known} for name, transform in by_name.items()}
     graph.setdefault(step, set())

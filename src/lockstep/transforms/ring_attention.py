@@ -155,7 +155,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _merge(tensor: AttentionOutput, other: AttentionOutput, first: int) -> AttentionOutput:
-    """Return attention to the keys of both; `other` is that of the queries from `first` on. In fp32 or better."""
+    """Return attention to the keys of both; `other` is of the queries from `first` on. In fp32 or better."""
     values, lse = tensor.values.to(tensor.lse.dtype, copy=False), tensor.lse
     old, new = lse[:, :, first:], other.lse
     total = torch.logaddexp(old, new)

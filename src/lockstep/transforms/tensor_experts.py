@@ -27,7 +27,7 @@ def divide_experts(module: nn.Module, mesh: DeviceMesh, mode: ForwardMode) -> No
     """Shard a module's experts in place; its parameters may be without values.
 
     Args:
-        mesh: The tensor axis alone, whose size divides the number of experts.
+        mesh: Only the tensor axis; its size divides the number of experts.
     """
     experts: Any = module
     experts.num_experts //= mesh.size()
@@ -72,7 +72,7 @@ def _forward(
 
 
 def _on_all(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return a tensor that is the same on each rank, and whose gradient is the sum over the ranks' experts."""
+    """Return a tensor that is the same on each rank, with the sum over the ranks' experts as its gradient."""
     return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 

@@ -47,7 +47,7 @@ class TensorParallel(Transform):
         plan: Styles by the names of modules; those that have no weights on this rank are skipped.
 
     Attributes:
-        group: The ranks over which matrices are sharded; None until the transform is applied.
+        group: The ranks that share the matrices; None until the transform is applied.
     """
 
     name = "parallel.tensor"
@@ -112,7 +112,7 @@ class TensorParallel(Transform):
         buffers = dict(module._buffers)
         parallelize_module(module, mesh, _style(style, module, self._mode), src_data_rank=None)  # all have the values
         if style.startswith(("colwise", "rowwise")):
-            # torch has made DTensors of the buffers, which must be DTensors in the module's forward alone, and only
+            # torch has made DTensors of the buffers, which must be DTensors only in the module's forward, and only
             # while its weights are. (Gemma's embedding multiplies by a buffer.)
             module._buffers.update(buffers)
             if any(tensor is not None for tensor in buffers.values()):
@@ -161,7 +161,7 @@ def _is_bypassed(mode: ForwardMode, module: Any) -> bool:
 
 
 def _refuse_keywords(inputs: tuple[object, ...]) -> None:
-    """Raise TypeError if there are none: torch's styles prepare positional inputs alone."""
+    """Raise TypeError if there are none: torch's styles prepare only positional inputs."""
     if not inputs:
         raise TypeError("it is called with its input by keyword; pass it by position")
 

@@ -1,4 +1,4 @@
-"""Tensor plans: which modules of a model are sharded over a tensor group, and by which style.
+"""Tensor plans: which modules of a model are sharded over a tensor group, and their styles.
 
 The plan is Lockstep's (`models.transformer`), the one that a Hugging Face config carries, or a user's. It is checked
 here by names and shapes.
@@ -165,7 +165,7 @@ def _shard_logits(model: nn.Module, plan: dict[str, str]) -> None:
     """Have the last module keep its logits sharded."""
     last = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))][-1]
     if plan.get(last) != "colwise_gather_output":
-        why = f"true, but it takes a plan in which the last module, {last}, is colwise_gather_output; write false"
+        why = f"true, but it takes a plan with colwise_gather_output for the last module, {last}; write false"
         raise ConfigError(Problem("", f"{KEY}.loss_parallel", why))
     plan[last] = "colwise_logits"
 
@@ -192,9 +192,9 @@ def _indivisible(model: nn.Module, plan: Mapping[str, str], degree: int) -> Iter
 
 
 def _heads(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Yield the numbers of heads of a model of the transformers library, of which each rank needs whole ones.
+    """Yield the numbers of heads of a transformers model; each rank needs whole ones.
 
-    Those of Lockstep's models are checked by the plan of the run.
+    The run's plan checks Lockstep's own models.
     """
     if not any(style == "colwise" and _ATTENTION.search(name) for name, style in plan.items()):
         return  # its heads are gathered before attention
