@@ -1,1 +1,1 @@
-"""Faults at random in a run that recovers by itself, and the proof that it ends as the undisturbed one."""
+"""Plants random faults in a run, and proves that it ends like the undisturbed one."""

@@ -217,7 +217,7 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=nodes, metavar="N", dest="launch_nodes", help=text)
     text = "where hosts meet: an address of node 0"
     parser.add_argument("--rendezvous", metavar="HOST:PORT", dest="launch_rendezvous", help=text)
-    text = "rank of this host; default: as they come"
+    text = "rank of this host; default: by order of arrival"
     parser.add_argument("--node-rank", type=count, metavar="R", dest="launch_node_rank", help=text)
     parser.add_argument("--job-id", metavar="ID", dest="launch_job_id", help="id of the job, the same on all hosts")
 
@@ -244,7 +244,7 @@ def add_json(parser: argparse.ArgumentParser, value: str = "object") -> None:
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Add the flags that allow code to run."""
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a downloaded model")
-    text = "allow the code and the outside places that another user's run names"
+    text = "allow another user's run its code, and access outside of its folder"
     parser.add_argument("--trust-run", action="store_true", help=text)
 
 

@@ -33,9 +33,9 @@ Trains a short run of the recipe, then the same run once a round with a fault at
   oom, nan, diverge         memory runs out; a NaN in an update; a bit of a parameter on one rank
   host, partition, one-way, slow-link, shrink      with --nodes: a host's launcher is killed and started again; its link
                             is cut for 8 s, loses what it sends, or is slow; a host is lost for good (MIN:MAX)
-Each run must recover by itself, and end bitwise with the losses and state of the undisturbed one on one host: after oom
+Each run must recover by itself, and end bitwise equal to the undisturbed run on one host; after oom
 and shrink of one that is resumed there with smaller micro-batches or fewer ranks, after nan of one that leaves out the
-same samples. Hosts are network namespaces of this machine, which need root. Exit code 3: a round didn't end so."""
+same samples. Hosts are network namespaces of this machine, which need root. Exit code 3: a round failed."""
 _COLUMNS = "{:>5}  {:<10} {:>4} {:>5}  {:<13} {:>9} {:>6}  {}"
 
 
@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def prepare(arguments: Sequence[str]) -> Prepared:
     """Read and check the arguments."""
-    summary = "Proves that a run recovers from faults by itself, and ends as the undisturbed one."
+    summary = "Proves that a run recovers from faults, and ends like an undisturbed run."
     parser = Parser("chaos", summary, _EPILOG, "[RECIPE ...] [options] [overrides]")
     add_run(parser, "train on N ranks of this machine, or of each host", "list, an object for each round,")
     kinds = "kinds of faults; by default all that apply to the recipe, its ranks and hosts"

@@ -21,8 +21,8 @@ def run(arguments: Sequence[str]) -> int:
     parser = Parser("export", summary, _EPILOG)
     parser.add_argument("run", type=run_path, metavar="RUN", help="a folder of a run, of checkpoints, or a checkpoint")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=count, metavar="N", help="default: the newest checkpoint whose model verifies")
-    which.add_argument("--best", action="store_true", help="the checkpoint that is best by checkpoint.best")
+    which.add_argument("--step", type=count, metavar="N", help="default: the newest with a model that verifies")
+    which.add_argument("--best", action="store_true", help="the best checkpoint by checkpoint.best")
     parser.add_argument("--to", type=path, metavar="PLACE", help="a folder, or a file; by default in RUN/export")
     formats = "hf: a folder for from_pretrained; torch: a state dict"
     parser.add_argument("--format", choices=_FORMATS, default="auto", help=formats)

@@ -17,7 +17,7 @@ from lockstep.core.terminal import echo
 
 def run(arguments: Sequence[str]) -> int:
     """List runs with their state, step, loss, speed, age and host."""
-    parser = Parser("ls", "Lists the runs of a folder, the last started first: what each does, and how far it is.")
+    parser = Parser("ls", "Lists the runs of a folder, the newest first, with state and progress.")
     parser.add_argument("folder", nargs="*", type=path, metavar="FOLDER", help="default: the current one, and runs")
     add_json(parser, "list, an object for each run,")
     args = parser.parse_args(arguments)

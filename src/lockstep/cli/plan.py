@@ -32,7 +32,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     parser.add_argument("--peak", choices=["all", "planned", "none"], default="all", help=text)
     text = "also run three updates here; show predicted and measured memory"
     parser.add_argument("--measure", action="store_true", help=text)
-    text = "with --measure: show instead what ways to save memory save and cost, such as none,full,selective"
+    text = "with --measure: compare ways to save memory instead, such as none,full,selective"
     parser.add_argument("--modes", metavar="all|A,B", help=text)
     args, overrides = parser.parse(arguments)
     if args.modes and not args.measure:

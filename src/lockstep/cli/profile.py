@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from lockstep.profiling.traces import Trace
 
 _EPILOG = """\
-The ranks of a run that trains, started by whatever launcher, record the next updates. Of a run that has ended, the
+The ranks of a running run, under any launcher, record the next updates. For an ended run, the
 summary of its traces is printed. They are in RUN/profile: open them in https://ui.perfetto.dev, or with TensorBoard's
 plugin torch-tb-profiler. To trace given updates, set profile.steps: 10..13 in the config.
 
 lockstep profile data RECIPE      only the data loader
 lockstep profile memory RECIPE    what holds the memory of a rank"""
 _DATA_EPILOG = f"""{CONFIG_EPILOG}
-Reads the samples of the run's first rank without training, with 0, 1, 2, 4 and more workers, until they don't pay.
+Reads the samples of the run's first rank without training, with 0, 1, 2, 4 and more workers, while that helps.
 RECIPE may be a run's folder: then the speed is compared with what its updates need."""
 _MEMORY_EPILOG = f"""{CONFIG_EPILOG}
 Makes three updates in new ranks of this machine, and shows what held the memory at the peak, by category and module,
@@ -46,7 +46,7 @@ def plain(arguments: Sequence[str]) -> int:
     parser.add_argument("--steps", type=whole, default=3, metavar="N", help="updates to record; default %(default)s")
     parser.add_argument("--ranks", type=_ranks, default=(0,), metavar="all|0,3", help="ranks that record; default 0")
     parser.add_argument("--stacks", action="store_true", help="record Python lines, too: larger, slower")
-    parser.add_argument("--show", action="store_true", help="record nothing: the summary of the traces that are there")
+    parser.add_argument("--show", action="store_true", help="record nothing: only the summary of existing traces")
     parser.add_argument("--timeout", type=whole, default=600, metavar="S", help="seconds to wait; default %(default)s")
     add_json(parser)
     args = parser.parse_args(arguments)

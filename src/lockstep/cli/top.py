@@ -14,7 +14,7 @@ _HEIGHT_OF_ONCE = 60
 
 def run(arguments: Sequence[str]) -> int:
     """Show what all ranks of a run do, live in a terminal."""
-    parser = Parser("top", "Shows a run live: progress, loss, and what each rank does. Press q to quit.")
+    parser = Parser("top", "Shows a run live: progress, loss, and what each rank is doing. Press q to quit.")
     text = "the run's folder; default: the newest that is running here or in runs"
     parser.add_argument("run", nargs="?", type=run_path, metavar="RUN", help=text)
     parser.add_argument("--once", action="store_true", help="print the state once, as without a terminal")

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
 
 _EPILOG = f"""{CONFIG_EPILOG}
-RUN is the folder of a run: it resumes from its newest checkpoint that verifies. So does a RECIPE whose
-run.folder is that of a run. Exit codes: 0 done, 1 failed, 2 fix your config, 75 stopped and saved (start it again),
+RUN is the folder of a run: it resumes from its newest checkpoint that verifies. So does a RECIPE with
+a run's folder as run.folder. Exit codes: 0 done, 1 failed, 2 fix your config, 75 stopped and saved (start it again),
 130 stopped.
 SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGUSR1 save and stop, SIGUSR2 saves and continues."""
 

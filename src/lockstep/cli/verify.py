@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def prepare(arguments: Sequence[str]) -> Prepared:
     """Read and check the arguments."""
-    summary = "Checks that every strategy trains as a single process does, on your model and data."
+    summary = "Checks that every strategy trains like a single process, on your model and data."
     parser = Parser("verify", summary, _EPILOG, "[RECIPE ...] [options] [overrides]")
     add_config(parser)
     parser.add_argument("--strategies", default="all", metavar="all|A,B", help="names, such as ddp,fsdp; default all")

@@ -1,4 +1,4 @@
-"""Lists the runs of a folder, for `lockstep ls`: what each does, how far it is, and below it why it ended."""
+"""Lists the runs of a folder, for `lockstep ls`: state and progress, and below why it ended."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Verifies that every strategy trains as a single process does: run, compare, explain deviations."""
+"""Verifies that every strategy trains like a single process: run, compare, explain deviations."""
