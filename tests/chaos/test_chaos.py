@@ -182,7 +182,7 @@ def test_a_run_that_ends_otherwise_is_found(tmp_path: Path) -> None:
     done = chaos(tmp_path, "--rounds", "1", model={"kind": "custom", "target": f"{HERE}:Undetermined"})
     assert done.returncode == 3
     assert "ended with another state or other losses" in done.stdout
-    assert "1 of 1 rounds didn't end as the undisturbed run" in done.stderr
+    assert "1 of 1 rounds didn't end like the undisturbed run" in done.stderr
     assert str(tmp_path / "runs" / "round-1" / "output.txt") in done.stderr
 
 

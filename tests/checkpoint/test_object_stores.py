@@ -253,7 +253,7 @@ def test_what_is_wrong_with_a_bucket_is_said_before_a_rank_starts(
     [
         (f"s3://{s3.KEY_ID}:{s3.SECRET}@bucket/x", "holds no credentials"),
         ("s3://bucket/x?versionId=1", "holds no credentials or options"),
-        ("s3:///x", "names no bucket"),
+        ("s3:///x", "has no bucket"),
         ("file:///data", "write only the path: /data"),
         ("sftp://me:hunter2@host/x", "isn't supported"),
     ],

@@ -80,7 +80,7 @@ MESSAGES: dict[str, tuple[str, str]] = {
     ),
     "a set misspelt": (
         "config check stdlib-lm --checkpoint.best held-ot.loss",
-        "--checkpoint.best: checkpoint.best held-ot.loss names no set of data.evaluation, which has: held-out",
+        "--checkpoint.best: checkpoint.best held-ot.loss is not in data.evaluation, which has: held-out",
     ),
     "a flag against the recipe": (
         "config check stdlib-lm --optim.in_backward true",

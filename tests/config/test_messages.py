@@ -28,7 +28,7 @@ save_steps: 500
 
 DERIVES = (
     "Lockstep derives accumulation: write `batch.global_size`, the samples of an update on all ranks, and "
-    "`batch.micro_size`, those of one forward"
+    "`batch.micro_size`, the samples of one forward"
 )
 
 WRONG: dict[str, tuple[str, list[str], str]] = {

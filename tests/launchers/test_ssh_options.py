@@ -54,7 +54,7 @@ def test_a_value_from_here_is_not_written_down(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "digits"], "--hosts a,b names the hosts, and is missing"),
+        (["train", "digits"], "--hosts a,b with the hosts is missing"),
         (
             ["--hosts", "a,b:0", "train", "digits"],
             "--hosts: 'b:0' is not a host; write NAME, NAME:8 for 8 ranks, or [::1]:8",

@@ -203,7 +203,7 @@ def test_what_cannot_stop_a_run_is_refused(tmp_path: Path) -> None:
         with pytest.raises(lockstep.ConfigError, match=match):
             trained(tmp_path, 4, **stopping)
 
-    refused("early_stopping.metric held-ot.loss names no set of data.evaluation", metric="held-ot.loss")
+    refused("early_stopping.metric held-ot.loss is not in data.evaluation", metric="held-ot.loss")
     refused("no evaluation will have held-out.accurac; did you mean held-out.accuracy", metric="held-out.accurac")
     refused("'loss' is not SET.METRIC", metric="loss")
     with pytest.raises(lockstep.ConfigError, match=r"needs evaluation\.every"):

@@ -170,7 +170,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "what was computed before the blocks": (
         chain("Keeps", **pipeline(2, "1f1b")),
-        "what the model computes with lift.weight before the blocks, or from the output of an earlier block, is used",
+        "a result of lift.weight before the blocks, or from the output of an earlier block, is used",
     ),
     "blocks that are met twice": (chain("Twice", **pipeline(2, "1f1b")), "blocks.0 is called twice or out of order"),
     "blocks that share": (chain("Repeats", **pipeline(2, "1f1b")), "blocks.3.inner.weight is tied to blocks.0.inner"),

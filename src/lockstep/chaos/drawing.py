@@ -1,4 +1,4 @@
-"""Draws the fault of a round: kind, rank, update and phase, where the kind can show what it costs."""
+"""Draws the fault of a round: kind, rank, update and phase, where the kind has an effect."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class _Disturbed:
             self.began, self.next_at = True, moment + _AWAY_S
 
     def follow(self) -> bool:
-        """Do what is to happen now; return whether its launcher is to be started again."""
+        """Do the event that is scheduled now; return whether to start its launcher again."""
         acts = _NETWORK_ACTS.get(self.fault.kind)
         if acts is not None and not self.began and any(event["event"] == "waits" for event in events_of(self.plan)):
             self.began, self.next_at = True, time.monotonic() + _BROKEN_S

@@ -46,7 +46,7 @@ def applicable(config: Config, chosen: Collection[str], world: Cluster, steps: i
 
 
 def prepared(config: Config, kinds: Collection[str], hosts: int) -> Config:
-    """Return the config with what the kinds of faults need."""
+    """Return the config with the keys that the kinds of faults need."""
     recovery = config.recovery
     if NAN in kinds and recovery.bad_numbers.nonfinite != "rollback":
         numbers = {"nonfinite": "rollback", "rollback_steps": _ROLLBACK_STEPS}

@@ -1,4 +1,4 @@
-"""The runs with which rounds are compared that end with smaller micro-batches, fewer ranks, or fewer samples.
+"""The reference runs of rounds that end with smaller micro-batches, fewer ranks, or fewer samples.
 
 undisturbed     1 2 3 4 5 6 7 8 ...       2 ranks, micro-batches of 8
 round           1 2 3 4 5 ! 6 7 8 ...     in update 6 memory runs out, or a host is lost

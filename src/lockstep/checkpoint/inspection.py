@@ -42,7 +42,7 @@ class PruneResult:
 
 @contextmanager
 def as_verification_error(storage: Storage, name: str) -> Iterator[None]:
-    """Turn CorruptCheckpoint into a VerificationError that names the checkpoint."""
+    """Turn CorruptCheckpoint into a VerificationError with the checkpoint's name."""
     try:
         yield
     except CorruptCheckpoint as fault:

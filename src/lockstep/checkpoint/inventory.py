@@ -4,7 +4,7 @@
     optimizer.step  float32 []            whole
     meshes          0: ranks 64 to 127                                         the rank's own
 
-What each rank writes follows by arithmetic. So ranks exchange hashes, and descriptions only where these differ.
+Each rank's part follows by arithmetic. So ranks exchange hashes, and descriptions only where these differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loads a checkpoint: all ranks read the same one, each what it needs, and all agree before anything is applied.
+"""Loads a checkpoint: all ranks read the same one, each its part, and all agree before anything is applied.
 
 newest --> manifest, from rank 0 to all --> each rank reads and verifies --> all intact? --> passed on --> restored
    ^                                                                             no

@@ -84,7 +84,7 @@ def files_of_whole(
 
 
 class WithMemory:
-    """Reads checkpoints from this host's memory, which all ranks may share, and those that aren't there from a storage.
+    """Reads checkpoints from this host's memory, which all ranks may share, and otherwise from a storage.
 
     `names` deletes from memory what the storage has; rank 0 calls it before any rank opens one.
     """
@@ -116,7 +116,7 @@ class WithMemory:
 
 
 def drop(memory: LocalStorage, is_dropped: Callable[[int, str], bool]) -> None:
-    """Delete the snapshots for which `is_dropped(step, name)` is true."""
+    """Delete the snapshots where `is_dropped(step, name)` is true."""
     for step, name in names_by_step(memory.names()).items():
         if is_dropped(step, name):
             with suppress(OSError):

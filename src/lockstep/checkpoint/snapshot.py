@@ -114,7 +114,7 @@ CHUNK_BYTES = 2**26  # of page-locked memory
 class Snapshot:
     """A copy of a rank's part of the state, in memory.
 
-    From an accelerator it is copied to page-locked memory on a separate stream, for which an update's kernels wait. The
+    From an accelerator it is copied to page-locked memory on a separate stream; an update's kernels wait for it. The
     host only waits for what `complete` copies: tensors on the host, and the first time all, since it allocates memory.
     `image` is complete from then until the next `begin`.
     """

@@ -147,7 +147,7 @@ def owner_bytes(owner: Owner) -> bytes:
 
 
 def read_owner(open_file: Callable[[], StoredFile]) -> Owner | None:
-    """Return the owner that a file records; None if it can't be read, or a byte isn't what was written."""
+    """Return the owner that a file records; None if it can't be read, or is damaged."""
     try:
         data = read_small(open_file(), _MAX_OWNER_BYTES)
         content = json.loads(data)

@@ -70,7 +70,7 @@ class WritePlan:
         self._numbered: tuple[dict[str, int], list[Grid]] | None = None
 
     def items(self, rank: int, tensors: Mapping[str, Any]) -> list[WriteItem]:
-        """Return what a rank writes of the tensors that it holds."""
+        """Return a rank's writes of the tensors that it holds."""
         items = []
         for number, group in enumerate(self.groups):
             replica = next((index for index, ranks in enumerate(group.replicas) if rank in ranks), None)

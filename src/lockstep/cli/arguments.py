@@ -69,7 +69,7 @@ class Prepared:
     """A verb's command line, read and checked, so that only its execution is left: here, or by a launcher elsewhere.
 
     Attributes:
-        execute: Does what the verb does, and returns the exit code.
+        execute: Runs the verb, and returns the exit code.
         name: What a run with it is called.
         folder: The folder of the run, if the arguments or the config name it.
         nodes: Whether it can be started on several hosts.
@@ -106,7 +106,7 @@ class Parser(argparse.ArgumentParser):
         return {flag: takes_value for flag, takes_value in named if flag.startswith("--")}
 
     def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[Override]]:
-        """Return the verb's arguments and the overrides, including those that a flag abbreviates.
+        """Return the verb's arguments and the overrides, including abbreviated ones.
 
         Raises:
             ConfigError: An override without a dot resembles a flag.

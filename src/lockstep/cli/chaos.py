@@ -34,7 +34,7 @@ Trains a short run of the recipe, then the same run once a round with a fault at
   host, partition, one-way, slow-link, shrink      with --nodes: a host's launcher is killed and started again; its link
                             is cut for 8 s, loses what it sends, or is slow; a host is lost for good (MIN:MAX)
 Each run must recover by itself, and end bitwise equal to the undisturbed run on one host; after oom
-and shrink of one that is resumed there with smaller micro-batches or fewer ranks, after nan of one that leaves out the
+and shrink, to a run resumed there with smaller micro-batches or fewer ranks; after nan, to a run that leaves out the
 same samples. Hosts are network namespaces of this machine, which need root. Exit code 3: a round failed."""
 _COLUMNS = "{:>5}  {:<10} {:>4} {:>5}  {:<13} {:>9} {:>6}  {}"
 
@@ -108,13 +108,13 @@ def _disturb(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
         stopped = failure
     emit([{**asdict(row), "passed": row.passed} for row in rows])
     failed = [row.output for row in rows if not row.passed]
-    text = "\n  ".join([f"{len(failed)} of {len(rows)} rounds didn't end as the undisturbed run", *failed])
+    text = "\n  ".join([f"{len(failed)} of {len(rows)} rounds didn't end like the undisturbed run", *failed])
     if stopped is not None:
         raise Stopped(f"{stopped} in round {len(rows) + 1} of {args.rounds}; {text}")
     if failed:
         raise VerificationError(text)
     but = ", or as its reference" if {row.fault for row in rows} & {OOM, SHRINK, NAN} else ""
-    echo(f"\nall {len(rows)} runs recovered by themselves, and ended as the undisturbed one, bitwise{but}")
+    echo(f"\nall {len(rows)} runs recovered by themselves, bitwise equal to the undisturbed run{but}")
     return 0
 
 
@@ -145,7 +145,7 @@ def _faults(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
         if name not in KINDS:
-            raise argparse.ArgumentTypeError(f"{name!r} is no kind of fault; {did_you_mean(name, KINDS)}")
+            raise argparse.ArgumentTypeError(f"{name!r} is not a kind of fault; {did_you_mean(name, KINDS)}")
     return names
 
 

@@ -48,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _profiled(run: Path) -> list[Limit] | None:
-    """Return what a run's traces show; None if it has none, or none that can be read."""
+    """Return the findings of a run's traces; None if it has no readable ones."""
     from lockstep.core.errors import RunFailed
     from lockstep.profiling.findings import findings_of
     from lockstep.profiling.traces import read_trace, trace_files

@@ -30,7 +30,7 @@ VERB is one of {", ".join(VERBS)}, with its own arguments: the same command line
   lockstep launch WHERE follow JOB|RUN
   lockstep launch WHERE cancel JOB|RUN
 JOB is the identifier that was printed, RUN the folder of the run. Exit codes with --follow, and of `follow`, are
-those of the command: 0 done, 1 failed, 2 fix your config, 75 stopped and saved, 130 stopped."""
+the command's: 0 done, 1 failed, 2 fix your config, 75 stopped and saved, 130 stopped."""
 
 _RANKS = ("ranks", "nproc", "nproc-per-node", "np", "ntasks", "ntasks-per-node")
 
@@ -67,7 +67,7 @@ def _launch(where: str, arguments: Sequence[str]) -> int:
         return _of_job(where, launcher, words)
     options = section_of(args, launcher.options)
     if args.sweep and not isinstance(options, SweepOptions):
-        message = f"needs a queue with arrays of jobs, which {where} has not; launch the runs one after the other"
+        message = f"needs a queue with job arrays, and {where} has none; launch the runs one after the other"
         raise ConfigError(Problem("--sweep", "", message))
     with collected_notes() as notes:
         command = job_command(where, args.sweep, arguments, words, partial(_world_size, options))
@@ -96,7 +96,7 @@ def _world_size(options: object, ranks: int | None) -> int | None:
 
 
 def _divided(where: str, arguments: Sequence[str], flags: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """Return the launcher's own arguments, and the words from the first on that is neither a flag nor its value.
+    """Return the launcher's own arguments, and the words from the first one that isn't a flag or its value.
 
     Raises ConfigError for flags that the launcher doesn't have.
     """
@@ -117,7 +117,7 @@ def _meant(where: str, flag: str, known: Sequence[str]) -> str:
     if "." in name:
         return f"belongs to the command, after its verb: train digits {flag} ..."
     meant = closest_match(flag, known)
-    ending = f"did you mean {meant}?" if meant else f"lockstep launch {where} --help prints those that there are"
+    ending = f"did you mean {meant}?" if meant else f"lockstep launch {where} --help lists them"
     return f"there is no such flag of launch {where}; {ending}"
 
 
@@ -139,7 +139,7 @@ def _short(path: Path) -> Path:
 
 def _show_left(where: str, plan: LaunchPlan) -> None:
     if plan.number:
-        write_stderr(f"what is left of the job is ended by: lockstep launch {where} cancel {plan.number}")
+        write_stderr(f"to end the rest of the job: lockstep launch {where} cancel {plan.number}")
 
 
 def _follow(where: str, launcher: Launcher, job: LaunchedJob) -> int:

@@ -1,4 +1,4 @@
-"""The command line that `lockstep launch` runs elsewhere, checked as its verb would; of a sweep, that of each run."""
+"""The command line that `lockstep launch` runs elsewhere, checked as by its verb; for a sweep, one for each run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OF_JOBS = {
 }
 """Commands about a job, which take the place of VERB."""
 WorldSize = Callable[[int | None], int | None]
-"""Ranks of each node, if they are stated -> ranks on all nodes, if they follow."""
+"""Ranks of each node, if given -> ranks on all nodes, if known."""
 _MOST_RUNS = 1000  # of a sweep: more are a mistake
 
 _BYTES_OF_TRAINED = 12  # of a parameter in fp32 and two moments
@@ -40,7 +40,7 @@ _BYTES_OF_TRAINED = 12  # of a parameter in fp32 and two moments
 def job_command(
     where: str, sweep: Sequence[str], typed: Sequence[str], words: Sequence[str], world_size: WorldSize
 ) -> JobCommand:
-    """Check the command line and return it with what a launcher needs to know of it. Raises ConfigError."""
+    """Check the command line; return it with what a launcher needs to know. Raises ConfigError."""
     _refuse_secrets([*words, *sweep])
     prepared = _prepared(words, world_size)
     folder = prepared.folder or _free_folder(prepared.name)
@@ -130,11 +130,11 @@ def _refuse_secrets(words: Sequence[str]) -> None:
     for before, word, public in zip(("", *words), words, hide_arguments(words), strict=False):
         if word != public:
             flag = public.partition("=")[0] if public.partition("=")[2] == HIDDEN else before
-            raise ConfigError(Problem(flag, "", f"its value would stand in the files of the job; {remedy}"))
+            raise ConfigError(Problem(flag, "", f"its value would be in the files of the job; {remedy}"))
 
 
 def _refuse_host_flags(arguments: Sequence[str]) -> None:
-    """Raise ConfigError if the command line states how hosts meet: the launcher does."""
+    """Raise ConfigError for flags about the rendezvous: the launcher sets them."""
     for word in arguments:
         key = word.partition("=")[0].removeprefix("--").removeprefix("launch.").replace("-", "_")
         if key in HOST_FLAGS and word.startswith(("--", "launch.")):
@@ -174,9 +174,9 @@ def _sweep(
         if not equals or not key or "" in each:
             raise ConfigError(Problem("--sweep", "", f"{text!r} is not KEY=A,B, such as optim.lr=0.1,0.01"))
         if key == "run.folder":
-            raise ConfigError(Problem("--sweep", "", "each run has a folder of its own below that of the sweep"))
+            raise ConfigError(Problem("--sweep", "", "each run has its own folder below the sweep's"))
         if key in values or len({*each}) < len(each):
-            raise ConfigError(Problem("--sweep", "", f"{key} has a value, or is named, twice; name each once"))
+            raise ConfigError(Problem("--sweep", "", f"{key} or one of its values is given twice; give each once"))
         values[key] = [f"{key}={value}" for value in each]
     if math.prod(map(len, values.values())) > _MOST_RUNS:
         raise ConfigError(Problem("--sweep", "", f"these are more than {_MOST_RUNS:,} runs; give fewer values"))

@@ -61,7 +61,7 @@ class _Difference:
 
 
 def check_alone(config: Config) -> None:
-    """Check what depends neither on the number of ranks nor on the model. Raises ConfigError."""
+    """Check what doesn't depend on the number of ranks or the model. Raises ConfigError."""
     check(config, Derived(ranks=1, micro_size=1, accumulation=1, steps=None, trainable=0), later=_OF_PLAN)
 
 

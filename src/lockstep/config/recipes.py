@@ -72,7 +72,7 @@ def resolve_recipe(name_or_path: str) -> Recipe:
 
 
 def resolve_all(names_or_paths: Sequence[str]) -> list[Recipe]:
-    """Return the recipe, which names the run, and the files to merge over it."""
+    """Return the recipe, with the run's name, and the files to merge over it."""
     return [resolve_recipe(name) for name in names_or_paths or (DEFAULT_RECIPE,)]
 
 

@@ -253,9 +253,9 @@ class Launch(Section):
     node_rank: Annotated[int, Field(ge=0)] | None = None
     """Rank of this host; null: node 0 is the host of `rendezvous`, the others are numbered as they join."""
     job_id: str | None = None
-    """Id shared by all hosts of one job. It also names the run's folder: runs/RECIPE-ID."""
+    """Id shared by all hosts of one job. The run's folder is then runs/RECIPE-ID."""
     interface: str | None = None
-    """Network interface for gloo and NCCL; null: loopback on one host, otherwise the one that reaches `rendezvous`."""
+    """Network interface for gloo and NCCL; null: loopback on one host, else the one on the route to `rendezvous`."""
 
 
 class Evaluation(Section):

@@ -135,7 +135,7 @@ def whole_folder(entry: Path) -> Iterator[Path]:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Delete drafts whose writers have ended, as far as that is possible."""
+    """Delete drafts of ended writers, as far as that is possible."""
     for draft in path.parent.glob(f"{glob.escape(path.name)}@*.part"):
         if _is_abandoned(draft):
             remove(draft)

@@ -47,8 +47,8 @@ def fault(file: Path) -> str | None:
     if expected is None:
         return None
     if not file.exists():
-        return f"it is gone, and {file.with_name(LIST)} names it"
-    return None if hash_of(file) == expected else f"its bytes are not those that {file.with_name(LIST)} was made of"
+        return f"it is missing, but {file.with_name(LIST)} lists it"
+    return None if hash_of(file) == expected else f"its bytes don't match {file.with_name(LIST)}"
 
 
 def listed(folder: Path) -> list[Path]:

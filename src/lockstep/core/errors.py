@@ -45,7 +45,7 @@ class SampleFailure(RunFailed):
     """Reading samples ended the run.
 
     Attributes:
-        samples: The one that was read, or several, one of which did it; empty if unknown.
+        samples: The one that was read, or several candidates; empty if unknown.
         evaluation_set: None: the training data.
     """
 

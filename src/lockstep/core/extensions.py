@@ -195,8 +195,8 @@ def _import_module(name: str, target: str) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and (name == missing or name.startswith(missing + ".")):
             raise ConfigError(
-                f"{target}: there is no module {missing}, neither installed nor in {Path.cwd()}; "
-                "a file is named by its path: path/to/file.py:Name"
+                f"{target}: there is no module {missing}, installed or in {Path.cwd()}; "
+                "for a file write its path: path/to/file.py:Name"
             ) from error
         raise ConfigError(f"{target}: importing {name} raised {_describe(error)}") from error
 

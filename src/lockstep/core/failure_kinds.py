@@ -1,4 +1,4 @@
-"""The table of failures: what each kind is, its exit code, whether ranks restart after it, and what to do.
+"""The table of failures: each kind's meaning, exit code, restarts and remedy.
 
 Launchers, `lockstep doctor` and the docs read the columns; nothing reads a message.
 """
@@ -53,7 +53,7 @@ class FailureKind(Enum):
     STOPPED = ("stopped at once", "", "", Retry.TRANSIENT, 130)
     INTERRUPTED = ("stopped before training", "", "", Retry.NEVER, 130)
     ENDED = ("ended by the launcher", "", "", Retry.NEVER, 1, 4)
-    CONFIG = ("refused", "The config, or what it names, can't be trained.", "", Retry.NEVER, 2)
+    CONFIG = ("refused", "The config, or something it refers to, can't be trained.", "", Retry.NEVER, 2)
     OTHER_DATA = (
         "checkpoint of other data",
         "The data, the model or the seed differ from the checkpoint's.",
@@ -97,7 +97,7 @@ class FailureKind(Enum):
     WORKER_DIED = (
         "data worker died",
         "A process that loads data crashed, often in the dataset.",
-        f"{_MEND_SAMPLE} If no sample is named, set data.loader.workers: 0, so that the rank shows the error.",
+        f"{_MEND_SAMPLE} If the message has no sample, set data.loader.workers: 0 to see the error.",
     )
     WORKER_KILLED = (
         "data worker killed",
@@ -169,7 +169,7 @@ class FailureKind(Enum):
     TIMED_OUT = (
         "a rank did not answer",
         "A rank did not reach a collective within launch.timeout.",
-        "Look at the end of the log of the named rank, and run py-spy dump --pid PID when it happens again; if it is "
+        "Look at the end of that rank's log, and run py-spy dump --pid PID when it happens again; if it is "
         "only slow, raise launch.timeout.",
         Retry.HANG,
         1,
@@ -187,7 +187,7 @@ class FailureKind(Enum):
         "copies differ between ranks",
         "A rank holds another copy of the training state than the others: a GPU or its memory is faulty, or code that "
         "only some ranks run changed it.",
-        "Take the named host out, or search the program for code that depends on the rank.",
+        "Take that host out, or search the program for code that depends on the rank.",
         Retry.TRANSIENT,
     )
     ROLLED_BACK = ("rolled back", "", "", Retry.ROLLBACK, 75)

@@ -29,9 +29,9 @@ class JobCommand:
         starts_run: Whether it starts or resumes a run, with a folder that all nodes share.
         sweep: The words that each run of a sweep adds; empty: one run.
         state_bytes: Estimated bytes of a checkpoint, if known.
-        run_folder: As the command names it, relative to where it runs or absolute.
-        checkpoint_folder: Path or address, if the config names it.
-        paths: Local files and folders that the words or the config name, without those of the run.
+        run_folder: As in the command, relative to where it runs or absolute.
+        checkpoint_folder: Path or address, if it is in the config.
+        paths: Local files and folders in the words or the config, except the run's.
         in_folder: Whether checkpoints are in a folder or at an address, not in a store that is an object.
     """
 

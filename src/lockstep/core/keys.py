@@ -1,4 +1,4 @@
-"""Derives a 64-bit key for every use of randomness from the seed and what the key is for, so no state needs saving.
+"""Derives a 64-bit key for every use of randomness from the seed and its purpose, so no state needs saving.
 
 key(seed, "order", epoch)                     the order of an epoch
 key(seed, "parameter", name)                  a parameter's initial values

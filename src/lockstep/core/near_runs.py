@@ -1,4 +1,4 @@
-"""Says what a path that is no run may be: a misspelled run, or another program's checkpoint.
+"""Explains a path that isn't a run: a misspelled run, or another program's checkpoint.
 
 runs/digts    --> runs/digits, beside it        digits, rusn/digits   --> runs/digits
 out/checkpoint-5, last.pt, global_step2         --> `lockstep ckpt import`
@@ -56,7 +56,7 @@ def peer_checkpoint(path: Path, *target: str) -> str | None:
 
 
 def part_of_checkpoint(file: Path) -> str | None:
-    """Return what a file is that isn't a checkpoint by itself, and what to do instead, if known."""
+    """Return what a file is, if not a whole checkpoint, and what to do instead, if known."""
     if file.name.startswith("adapter_model."):
         return _UNMERGED
     if file.name.endswith(("_model_states.pt", "_optim_states.pt")):

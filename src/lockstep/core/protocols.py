@@ -62,7 +62,7 @@ class Source(Protocol):
 class Objective(Protocol):
     """The loss that a model is trained for: a sum over targets, and the number of targets.
 
-    An update's gradient is of `sum of loss_sum / sum of count` over all its micro-batches and ranks, so any
+    Updates differentiate `sum of loss_sum / sum of count` over all its micro-batches and ranks, so any
     split of the samples gives the same gradient.
 
     Three more members are optional: `decomposes` (False if the loss of a batch is not the sum of its samples' losses),

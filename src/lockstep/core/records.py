@@ -41,7 +41,7 @@ class Batch:
 
     Attributes:
         inputs: Arguments of the model's forward; tensors are [samples, ...].
-        targets: What the objective compares the outputs with; the model does not get it.
+        targets: For the objective to compare the outputs with; the model does not get them.
         samples: 0 marks padding, which is computed so that all ranks call the same collectives, and has no weight.
         tokens: Without padding; for data without tokens, samples.
         left_out: Samples that belong to the micro-batch and are not in it.
@@ -228,7 +228,7 @@ class EvaluationReport:
 
 @dataclass(frozen=True, slots=True)
 class NumbersReport:
-    """A step with bad numbers, and what was done about it.
+    """A step with bad numbers, and the action taken.
 
     Attributes:
         step: It is recorded after this step.
@@ -267,7 +267,7 @@ class SaveReport:
     """The result of one save.
 
     Attributes:
-        step: Step after which it was made.
+        step: It was made after this step.
         size: Bytes of all ranks' files.
         seconds: From its start until it was published.
         lost: Seconds that training on rank 0 waited for it.

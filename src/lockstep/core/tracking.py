@@ -75,7 +75,7 @@ class TrackedRun:
 class Tracker(Protocol):
     """Records a run elsewhere. Subclass it and override what you need.
 
-    A tracker that raises gets nothing more, with one warning. One that is slow loses reports once its queue is full.
+    A tracker that raises is dropped with a warning. A slow one loses reports once its queue is full.
     """
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Tracker(Protocol):
         return
 
     def rolled_back(self, step: int, attempt: int) -> None:
-        """Mark that what was recorded after `step` is repeated in this attempt (from 1). Does nothing by default."""
+        """Mark that this attempt (from 1) repeats what follows `step`. Does nothing by default."""
         return
 
     def finish(self, failure: str | None) -> None:

@@ -3,7 +3,7 @@
 read([4, 7, 9]) raises --> read([4]), read([7]), read([9])
                            [7] raises            fail: "sample 7 can't be read"    skip: [4, 9], and 7 is left out
                            none, read([4, 7, 9]) raises again     "samples 4, 7, 9 ... but not put into one batch"
-                                                 works now        used, with a warning that names the sample
+                                                 works now        used, with a warning about the sample
 nothing is left        --> a good sample without weight: all ranks have the same number of micro-batches
 """
 
@@ -78,7 +78,7 @@ def _named_of(error: Exception, indices: Indices) -> str:
 
 
 def read_or_explain(read: Callable[[Indices], T], indices: Indices) -> T:
-    """Return `read(indices)`; if it raises twice, raise an UnusableSamples that names the sample."""
+    """Return `read(indices)`; if it raises twice, raise an UnusableSamples with the sample."""
     try:
         return read(indices)
     except Failure:
@@ -91,7 +91,7 @@ def read_again(read: Callable[[Indices], T], indices: Indices, error: Exception)
     """Read the samples again after `read(indices)` raised `error`, and return them.
 
     Raises:
-        UnusableSamples: They can't be read, or not be put into one batch; it names the sample.
+        UnusableSamples: They can't be read or batched; it has the sample.
         Exception: The error itself, marked with the samples, if memory ran out.
     """
     _reraise_out_of_memory(error, indices)
@@ -290,7 +290,7 @@ class SkippingSource:
                 if all(map(_is_finite, tree_leaves(batch.inputs))):
                     self._good = np.array([index])
                     return self._good
-        raise RunFailed(f"none of {candidates.size} samples can be read that were tried{reason}")
+        raise RunFailed(f"none of the {candidates.size} samples that were tried can be read{reason}")
 
 
 def _is_finite(value: object) -> bool:

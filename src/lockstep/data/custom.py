@@ -221,7 +221,7 @@ def _with_tensors(item: Any) -> Any:
 
 
 def _stacked(tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -> Any:
-    """Stack tensors as torch does, if they have one dtype: in a worker it would cast them, elsewhere promote them."""
+    """Stack tensors of one dtype, like torch: in a worker it would cast others, elsewhere promote them."""
     if len(set(map(_DTYPE, tensors))) > 1:
         dtypes = ", ".join(str(tensor.dtype) for tensor in tensors[:_ITEMS])
         raise TypeError(f"the samples of one batch are {dtypes}: return one dtype, or set collate")
@@ -300,7 +300,7 @@ def spread(samples: int) -> Indices:
 
 
 def covered(item: Any) -> Any:
-    """Return what a fingerprint covers of an item: its values, and no memory addresses."""
+    """Return the part of an item that a fingerprint covers: its values, without memory addresses."""
     if isinstance(item, Tensor):
         return fingerprint(item.detach().cpu().contiguous().view(torch.uint8).numpy() if item.dim() else item.item())
     if isinstance(item, np.ndarray):

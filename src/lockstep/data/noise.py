@@ -6,7 +6,7 @@
                             and restored afterwards
 
 So augmentation and masking of Lockstep's own sources don't depend on the split into ranks and micro-batches. User
-code's draws do, but not on earlier draws, nor on the process that fetches.
+code's draws do, but not on earlier draws or the process that fetches.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ def _mapped(path: Path, dtype: str, items: int) -> NDArray[np.generic]:
     expected = items * np.dtype(dtype).itemsize
     size = path.stat().st_size if path.is_file() else 0
     if size != expected:
-        raise ConfigError(f"{path} has {size} bytes, but its header states {expected}; {_PREPARE} again")
+        raise ConfigError(f"{path} has {size} bytes, but its header says {expected}; {_PREPARE} again")
     return np.memmap(path, dtype=dtype, mode="r", shape=(items,)).view(np.ndarray)
 
 
@@ -298,7 +298,7 @@ def _download(
             while block := file.read(_HASHED_BYTES):
                 hasher.update(block)
     if hasher.hexdigest() != fingerprint:
-        raise ConfigError(f"the files of split {split} in {store.place} are not those that {split}.json describes")
+        raise ConfigError(f"the files of split {split} in {store.place} don't match {split}.json")
     (draft / f"{split}.json").write_bytes(header)
 
 

@@ -1,4 +1,4 @@
-"""The meter of collectives: how long this rank waits for others, and what it exchanges with them.
+"""The meter of collectives: how long this rank waits for others, and how much it exchanges.
 
     torch.distributed, FSDP, DeepSpeed, pipelines --> ProcessGroup.allreduce(...) --> Work --> Work.wait()
     tensor parallelism                            --> functional collectives --> wait_tensor()

@@ -74,7 +74,7 @@ class World:
         backend: The backend of the collectives; `none` for a single process.
         exchange: Connects the ranks when collectives have failed; None for a single process.
         launcher_store: The store of a launcher that restarts its ranks; None: there is none.
-        notices: What the ranks post for each other outside of collectives.
+        notices: The board for posts outside of collectives.
     """
 
     axis: Axis

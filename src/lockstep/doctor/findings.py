@@ -16,7 +16,7 @@ from lockstep.core.terminal import plain_line
 
 
 class FindingState(Enum):
-    """The state of what was checked, the worst first."""
+    """The state of a check, the worst first."""
 
     WRONG = "wrong"  # training fails
     WARNING = "warning"  # slow, or fails in some runs

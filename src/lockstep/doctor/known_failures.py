@@ -107,7 +107,7 @@ _NETWORK = (
         "port taken",
         r"EADDRINUSE|Address already in use|errno: 98\b",
         "Another process, often an earlier run that still ends, listens on the store's port.",
-        "End that process (lockstep doctor names it), or choose another port; launch.port: 0 takes any free one.",
+        "End that process (lockstep doctor shows it), or choose another port; launch.port: 0 takes any free one.",
     ),
     row(
         "hostname not resolved",
@@ -149,7 +149,7 @@ _SOFTWARE = (
         r"operator torchvision::\w+ does not exist|undefined symbol: _Z|"
         r"lib(cudart|cudnn|torch_cuda|c10_cuda)\S* ?: cannot open shared object",
         "An extension, such as torchvision's, was built for another torch or another CUDA.",
-        "Install both from one index, with versions that fit: lockstep doctor names the pair.",
+        "Install both from one index, with versions that fit: lockstep doctor shows the pair.",
     ),
     row(
         "package missing",
@@ -230,13 +230,13 @@ _SEEN_BY_RANKS = (
         "The run made no progress when it was ended: a rank hangs (a lock, a data source, a file server), or something "
         "is slow (an evaluation, a compilation).",
         "Start again; while nothing is printed, see where each rank is: py-spy dump --pid PID. A lower launch.timeout "
-        "ends such a run by itself, and names the rank.",
+        "ends such a run by itself, and reports the rank.",
     ),
     row(
         "NCCL fails",
         r"nccl(System|Internal|UnhandledCuda|InvalidUsage|InvalidArgument)Error|"
         r"unhandled (system|cuda) error",
-        "NCCL could not open a connection or a device; its own warnings state which.",
+        "NCCL could not open a connection or a device; its own warnings say which.",
         "Start again with NCCL_DEBUG=INFO, and read the first line with WARN.",
         Standing.SYMPTOM,
     ),
@@ -244,7 +244,7 @@ _SEEN_BY_RANKS = (
         "collective timed out",
         r"Timed out waiting \d+ms for (recv|send)|wait timeout after \d+ms|Application timeout caused pair closure",
         "A rank did not reach a collective within launch.timeout.",
-        "Look at the end of the log of the named rank; if it is only slow, raise launch.timeout.",
+        "Look at the end of that rank's log; if it is only slow, raise launch.timeout.",
         Standing.CONSEQUENCE,
     ),
     row(

@@ -1,4 +1,4 @@
-"""Finds what is wrong in what was measured between ranks: values, slow links, clocks that differ, hosts.
+"""Finds problems in measurements between ranks: values, slow links, clocks that differ, hosts.
 
 pairs of ranks --> links between hosts --> slow: less than a third of the fastest link
                                            all links of a host slow, and no other: that host, not its links
@@ -15,7 +15,7 @@ from lockstep.core.formatting import listed, size
 from lockstep.doctor.findings import Finding, FindingState
 
 SKEW_WARNS, SKEW_BREAKS = 1.0, 15.0
-"""Seconds. torch's c10d rendezvous takes a host for dead whose last sign of life is older than 3 x 5 s by its own clock
+"""Seconds. torch's c10d rendezvous takes a host for dead after 3 x 5 s without a sign of life by its own clock
 (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py)."""
 _SLOW = 1 / 3
 _MOST_NAMED = 6  # links in one finding

@@ -57,7 +57,7 @@ _SHORTEST_HANG_S = 10.0
 _MOST_SURVIVED = 5  # failures in a note
 _INTERVALS = 5  # between records; a run without a record for that long hangs
 _OF_HOSTS = ("--nodes", "--rendezvous", "--job-id", "--ranks")
-"""Flags that a resumed run needs again: its config has what the others set."""
+"""Flags that a resumed run needs again: the others are in its config."""
 _OF_MEMORY = {kind.title for kind in FailureKind if kind.retry is Retry.MEMORY}
 _OF_A_LAUNCH = ("RANK", "MASTER_", "WORLD_SIZE", "LOCAL_", "GROUP_", "LOCKSTEP_", "TORCHELASTIC_", "SLURM_", "OMP_NUM")
 """Variables that differ from start to start, and mean nothing."""
@@ -110,7 +110,7 @@ def diagnose_run(run: Path) -> Diagnosis:
 
 
 def _continuing(run: Path, data: RunData, seen: list[SeenFailure], state: str) -> Diagnosis:
-    """Diagnose a run that is finished, or runs: what it survived is no fault."""
+    """Diagnose a finished or running run: failures that it survived are no fault."""
     losses = finding_of_losses(data.trained_loss)
     notes = [*_survived(run), *([losses.text] if losses is not None else [])]
     return Diagnosis(run, state, losses is not None and losses.is_wrong, _remarks(seen), (*notes, *data.flaws))

@@ -28,7 +28,7 @@ _PACKAGES = (
 )  # fmt: skip
 _BUILT_FOR_TORCH = ("torchvision", "torchaudio")
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
-"""CUDA's major version --> the oldest driver on which its minor versions run (CUDA Toolkit Release Notes, table 2)."""
+"""CUDA's major version --> the oldest driver for its minor versions (CUDA Toolkit Release Notes, table 2)."""
 
 
 def python(machine: MachineView) -> Iterator[Finding]:

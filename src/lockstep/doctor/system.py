@@ -125,11 +125,11 @@ def network_interfaces(machine: MachineView) -> Iterator[Finding]:
         exact, names = value.startswith("=") or not variable.startswith("NCCL"), value.removeprefix("=").split(",")
         is_here = any(here == name or (not exact and here.startswith(name)) for here in usable for name in names)
         if value and not value.startswith("^") and not is_here:
-            seen = f"{variable}={value}, and there is no such interface that is up and has an IPv4 address"
+            seen = f"{variable}={value}: no such interface is up with an IPv4 address"
             problems.append(wrong(seen, f"Set it to one that is here: {known}."))
     yield from problems
     if not usable:
-        yield wrong("no interface has an IPv4 address, loopback neither", "Set loopback up: ip link set lo up")
+        yield wrong("no interface has an IPv4 address, not even loopback", "Set loopback up: ip link set lo up")
     elif not problems:
         yield ok(", ".join(f"{name} {address}" for name, address in usable.items()))
 
@@ -243,7 +243,7 @@ SETTINGS = (
     ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "checks each collective: slow", _KEEP),
     ("CUDA_LAUNCH_BLOCKING", "1", "the host waits for each kernel: slow", _KEEP),
 )
-"""Variables, the value that makes training slow or fail, what it does, and the remedy."""
+"""Variables: the value that makes training slow or fail, its effect, and the remedy."""
 
 
 def contradictions(machine: MachineView) -> Iterator[Finding]:

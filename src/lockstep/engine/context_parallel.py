@@ -130,12 +130,12 @@ PositionRule = Callable[["Tensor | None", Tensor], Tensor]
 
 
 def _by_row(real: Tensor | None, targets: Tensor) -> Tensor:
-    """Return each token's index in the row, counting padding, as Llama does."""
+    """Return each token's index in the row, counting padding, as in Llama."""
     return torch.arange(targets.shape[1], device=targets.device).expand(targets.shape)
 
 
 def _by_mask(real: Tensor | None, targets: Tensor) -> Tensor:
-    """Return the number of real tokens before each, as OPT does. Positions of padding mean nothing."""
+    """Return the number of real tokens before each, as in OPT. Positions of padding mean nothing."""
     if real is None:
         return _by_row(real, targets)
     return (real[:, : targets.shape[1]].long().cumsum(1) - 1).clamp(min=0)

@@ -1,4 +1,4 @@
-"""Dry runs: forwards that check a model before it is trained, and change nothing, neither modules nor generators.
+"""Dry runs: forwards that check a model before training, and don't change modules or generators.
 
 Dropout is left out: random differences mean nothing.
 """

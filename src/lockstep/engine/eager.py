@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Context = Callable[[], AbstractContextManager[object]]
 """Makes a new context at each call."""
 KeyDraws = Callable[["GlobalBatch", int, int], None]
-"""Keys what the forward of a micro-batch draws: (update, micro-batch, stage)."""
+"""Keys the draws of a micro-batch's forward: (update, micro-batch, stage)."""
 _FORWARD: Phase = "forward"
 _BACKWARD: Phase = "backward"
 _OWN_SUMS = ("loss_sum", "count")

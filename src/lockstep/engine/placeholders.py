@@ -73,14 +73,14 @@ def _used_on_the_other_side(placeholder: RemoteStagePlaceholder) -> str:
         )
     if placeholder.is_computed:
         return (
-            f"what the model computes with {name} before the blocks, or from the output of an earlier block, is used "
+            f"a result of {name} before the blocks, or from the output of an earlier block, is used "
             "after the last block, where no stage has it"
         )
     return f"{name} is used before the blocks and after them, on two stages; use two modules, tied to each other"
 
 
 def reads_metadata(function: Any) -> bool:
-    """Return whether a torch function reads nothing but shape, dtype or device."""
+    """Return whether a torch function reads only shape, dtype or device."""
     return getattr(function, "__name__", "") in ("__get__", "size", "dim", "__repr__", "is_floating_point", "detach")
 
 

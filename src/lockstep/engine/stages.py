@@ -315,7 +315,7 @@ class PartitionedModel:
 
     @contextmanager
     def _without_effects(self) -> Iterator[None]:
-        """Restore draws, running means and all else that forwards in the block change, and drop what they log."""
+        """Restore draws, running means and all other changes of forwards in the block, and drop their logging."""
         on_host = self._device.type == "cpu"
         forked = torch.random.fork_rng(
             [] if on_host else [self._device.index or 0], device_type="cuda" if on_host else self._device.type

@@ -1,4 +1,4 @@
-"""Which side of a model's blocks uses its other weights, whatever the order of definition.
+"""The side of a model's blocks that uses its other weights, whatever the order of definition.
 
 Found in a forward with stand-ins for all weights, where one block of each kind replaces the others of its kind.
 """

@@ -20,7 +20,7 @@ _UNCHANGED = ("rename", "length", "shape")
 """Rules that don't change the value."""
 _BATCH = (
     "Lockstep derives accumulation: write `batch.global_size`, the samples of an update on all ranks, and "
-    "`batch.micro_size`, those of one forward"
+    "`batch.micro_size`, the samples of one forward"
 )
 _OFF = {"precision.compute": "fp32", "memory.activation_checkpointing.mode": "none"}
 """Values for a switch that is off, where Lockstep's key is a choice."""

@@ -1,4 +1,4 @@
-"""The keys of other tools and what they mean in Lockstep: the rows of `keys.md`, and the answers that they lead to.
+"""The keys of other tools and their meaning in Lockstep: the rows of `keys.md`, and their answers.
 
     tool      the tool that has the key; `any` where several do
     keys      a key, or `section.key`, which takes precedence; {a,b} matches both words

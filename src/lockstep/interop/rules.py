@@ -268,7 +268,7 @@ def no_switch(value: object) -> Answer:
 
 
 def precision(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
-    """Convert the precision: a switch that is on decides, then a key that names one."""
+    """Convert the precision: a switch that is on decides, then a key with a dtype."""
     value, word = key.value, key.section if key.word == "enabled" else key.word
     if key.word == "bf16" and value == "auto":  # Axolotl's
         return _automatic(key, file)

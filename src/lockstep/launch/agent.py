@@ -1,6 +1,6 @@
 """The launchers of a run on several hosts: they meet, know how ranks end on each, and end alike.
 
-The host at which the rendezvous is a local address leads: it has node rank 0, makes the run's folder, and decides how
+The host with the rendezvous as a local address leads: it has node rank 0, makes the run's folder, and decides how
 the run has ended, and whether there is another round. Messages pass through a process of each launcher (`proxy`):
 
     MEETING --> RUNNING --> CALLED, the leader wants another round --> MEETING --> ... --> OVER
@@ -413,7 +413,7 @@ class LeaderRounds:
 
     Attributes:
         wait: Seconds that hosts have to come back; 0: a lost one ends the run.
-        decision: Returns what other hosts have to know of how an entry starts.
+        decision: Returns what other hosts have to know about an entry.
     """
 
     hosts: Hosts
@@ -454,7 +454,7 @@ class LeaderRounds:
 
 @dataclass
 class FollowerRounds:
-    """Does what the leader decides after each round.
+    """Follows the leader's decision after each round.
 
     Attributes:
         wait: Seconds that the leader has to come back; 0: its loss ends the run.

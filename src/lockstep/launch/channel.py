@@ -8,7 +8,7 @@
              then frames: 4 bytes of length, JSON          or, for the store, its bytes as they are
 
 A proof is HMAC-SHA256 of both nonces under the job's token, which itself is never sent. What is sent afterwards is
-neither encrypted nor signed.
+not encrypted or signed.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Link:
             async with asyncio.timeout(limit):
                 size = int.from_bytes(await self._reader.readexactly(4), "big")
                 if size > _MAX_FRAME:
-                    raise ConnectionError("it sent what is no message")
+                    raise ConnectionError("it sent an invalid message")
                 message: Message = json.loads(await self._reader.readexactly(size))
                 return message
         except (asyncio.IncompleteReadError, ValueError) as error:

@@ -62,7 +62,7 @@ class End:
         time: When the rank raised, returned or was found dead, in seconds (CLOCK_MONOTONIC, the same in all processes).
         detail: A traceback for the rank's log; empty if `text` has it, or if there is none.
         advice, too_large: As of OutOfMemory; `text` contains the advice.
-        samples: The one whose reading has ended it, or several, one of which has.
+        samples: The one that ended it while being read, or several candidates.
         evaluation_set: The evaluation set that they are of; None: the training data.
         differing: The ranks with copies of the training state that differ from most ranks'.
         status: The process's exit code, or minus a signal, if it has ended without a report.
@@ -241,7 +241,7 @@ def describe(rank: int, ends: Sequence[End | None], timeout: float, hosts: Seque
 
 
 def _timeout(ends: Sequence[End | None], since: float, timeout: float, hosts: Sequence[str]) -> str:
-    """Return which ranks kept others waiting: those that had to be ended, or else those that failed later."""
+    """Return which ranks kept others waiting: ranks that had to be ended, or else ranks that failed later."""
     reported = [(rank, end) for rank, end in enumerate(ends) if end is not None]
     late = [rank for rank, end in reported if end.kind is FailureKind.PEER_FAILED and end.time > since + _LATE]
     missing = [rank for rank, end in reported if end.kind is FailureKind.ENDED] or late

@@ -191,7 +191,7 @@ def _decisions(run: Path) -> list[LaunchEnds]:
 
 
 def decided_ends(run: Path) -> list[LaunchEnds]:
-    """Return how each start of a run's ranks ended, the first one first, without those that were refused."""
+    """Return how each start of a run's ranks ended, the first one first, without refused ones."""
     return [entry for entry in _decisions(run) if not entry.is_refused]
 
 

@@ -166,7 +166,7 @@ def pending_of(sight: Sight, records: Mapping[int, FlightRecord]) -> str:
 
 
 def append_report(logs: Path | None, hang: Hang, sights: Sequence[Sight]) -> str:
-    """Append the stacks of all ranks to the run's report; return the end of a message that names it."""
+    """Append the stacks of all ranks to the run's report; return the end of a message about it."""
     if logs is None:
         return ""
     lines = [f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {hang_text(hang)}", ""]
@@ -263,7 +263,7 @@ class HangWatch:
             beat.close()
 
     def look(self, members: Sequence[ObservedRank]) -> None:
-        """Check the ranks; name or kill one that hangs. A watch that fails ends, and the run doesn't."""
+        """Check the ranks; report or kill one that hangs. If the watch fails, it ends, and the run doesn't."""
         try:
             now = time.perf_counter()
             if now - self._rested > _GAP_S:

@@ -65,7 +65,7 @@ class Member:
 
 
 def chosen(members: Sequence[Member], least: int, most: int) -> list[Member]:
-    """Return those that a round of `least` to `most` hosts begins with now, by node rank; none: it doesn't.
+    """Return the hosts that a round of `least` to `most` begins with now, by node rank; none: it doesn't.
 
     Those with a node rank have its place, the others follow as they have come. Where hosts are missing, others move up.
     """
@@ -81,7 +81,7 @@ def chosen(members: Sequence[Member], least: int, most: int) -> list[Member]:
 
 
 def refusal_of(hellos: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> str:
-    """Return why a host can't join those that are there, the leader first; empty: it can."""
+    """Return why a host can't join the present ones, the leader first; empty: it can."""
     leader = hellos[0]
     here = {"--nodes": leader["nodes"], **leader["versions"], **leader["settings"]}
     there = {"--nodes": new["nodes"], **new["versions"], **new["settings"]}
@@ -272,7 +272,7 @@ class Leader(Proxy):
         elif trains < self._most:
             self.launcher.send({"type": "arrived", "round": self._round, "host": hello["host"]})
         else:
-            text = f"{trains} hosts train already; this one waits, and takes the place of one that is lost"
+            text = f"{trains} hosts train already; this one waits as a spare, and replaces a lost host"
             link.send({"type": "note", "text": text})
         return member
 

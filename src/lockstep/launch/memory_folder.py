@@ -102,7 +102,7 @@ def _is_of_last_attempt(path: Path, run: Path) -> bool:
 
 
 def note_attempt(folder: Path, run: Path) -> None:
-    """Record that what is in the folder belongs to the run's last attempt."""
+    """Record that the folder's contents belong to the run's last attempt."""
     with suppress(OSError):
         (folder / _ATTEMPTS).write_bytes(_content(run / ATTEMPTS))
 

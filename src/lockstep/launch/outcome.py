@@ -70,7 +70,7 @@ class LaunchResult:
         return self.code
 
     def failure(self) -> Failure:
-        """Return the exception for `lockstep.train`. A traceback is printed, and what it ends with is the message."""
+        """Return the exception for `lockstep.train`. A traceback is printed, and its last line is the message."""
         reason = self.text or f"the run ended with exit code {self.code}"
         if self.code == ConfigError.exit_code:
             return ConfigError(self.problems or reason, self.kind)

@@ -5,7 +5,7 @@
     host b   launcher -- proxy                      ranks -- a port on loopback, a connection each
 
 All connections go to the leader's proxy, and begin with a proof of the job's token (`channel`). A host is lost when its
-connection ends, or when nothing has come from it for some seconds. What can't be reached is tried again.
+connection ends, or when nothing has come from it for some seconds. Unreachable hosts are tried again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs a rank, from the first instruction of its process to its exit code.
 
-A rank ignores SIGINT, as do its data workers: on Ctrl-C the launcher sends SIGTERM to each rank once. Until a run
+A rank and its data workers ignore SIGINT: on Ctrl-C the launcher sends SIGTERM to each rank once. Until a run
 handles signals itself, a rank dies of SIGTERM and SIGUSR1 at once. An exception is raised only if the launcher ends
 the rank because others have failed, so that a rank that is failing, too, can still report why.
 """

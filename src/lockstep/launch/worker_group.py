@@ -153,7 +153,7 @@ class RankProcess:
 
 @dataclass
 class _Deadlines:
-    """When to end the ranks that still run (seconds, CLOCK_MONOTONIC)."""
+    """The times to end the ranks that still run (seconds, CLOCK_MONOTONIC)."""
 
     terminate: float = math.inf
     kill: float = math.inf

@@ -28,7 +28,7 @@ def summaries() -> dict[str, str]:
 
 
 def introduction(name: str) -> str:
-    """Return what a launcher does, and an example."""
+    """Return a launcher's description, and an example."""
     if name not in BUILTIN:
         return f"Runs a command line of Lockstep by {name}."
     place, example = BUILTIN[name]
@@ -37,7 +37,7 @@ def introduction(name: str) -> str:
 
 
 def find_launcher(name: str) -> Launcher:
-    """Return the launcher of that name, or the one that `module:Name` names.
+    """Return the launcher of that name, or the one at `module:Name`.
 
     Raises:
         ConfigError: There is none, or it doesn't implement the protocol.

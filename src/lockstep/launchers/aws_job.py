@@ -37,7 +37,7 @@ _FILLED = ("Body", "UserData")  # parameters that are placeholders
 _ENDED = ("shutting-down", "terminated")
 _PAID = ["pending", "running", "stopping", "stopped"]
 _RUNNING_S = 600.0
-_SETTLE_S = (0.0, 2.0, 4.0)  # an instance whose start was not confirmed may be listed seconds later
+_SETTLE_S = (0.0, 2.0, 4.0)  # an instance with an unconfirmed start may be listed seconds later
 _POLL_S = 5.0
 _STOPPING_S = 600.0  # for a run to save and stop
 _OTHERS_S = 300.0  # between the end of one instance and the others' ends
@@ -313,7 +313,7 @@ class FollowedJob:
         return code
 
     def cancel(self) -> None:
-        """Ask the run to save and stop, then remove everything. What is gone already is no fault."""
+        """Ask the run to save and stop, then remove everything that still exists."""
         try:
             self._stop()
         finally:

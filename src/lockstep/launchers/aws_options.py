@@ -1,4 +1,4 @@
-"""The options of a job on AWS, and what is refused before AWS is asked; what is AWS's to know, AWS refuses itself."""
+"""The options of a job on AWS, and refusals before AWS is asked; AWS refuses the rest itself."""
 
 from __future__ import annotations
 

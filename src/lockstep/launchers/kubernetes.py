@@ -61,7 +61,7 @@ class KubernetesLauncher:
         return LaunchPlan({path: text_of(manifests, command)}, tuple(commands), notes)
 
     def submit(self, plan: LaunchPlan) -> str:
-        """Create the job with what belongs to it; delete what was created if a call fails."""
+        """Create the job and its objects; delete them again if a call fails."""
         (text,) = plan.files.values()
         manifests = [manifest for manifest in yaml.safe_load_all(text) if manifest]
         name = manifests[-1]["metadata"]["name"]
@@ -206,7 +206,7 @@ def _terminated(pods: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _code(failed: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> int:
-    """Return the exit code of a failed run: the one that the job's condition names, or the last of a pod."""
+    """Return the exit code of a failed run: the one in the job's condition, or the last of a pod."""
     if match := re.search(r"exit code (\d+)", failed.get("message", "")):
         return int(match[1])
     return next((each["exitCode"] for each in reversed(_states(pods, "terminated")) if each["exitCode"]), 1)

@@ -216,7 +216,7 @@ def _directives(command: JobCommand, options: SlurmOptions, directory: Path) -> 
         limit = f"%{options.array_limit}" if options.array_limit else ""
         yield "# A sweep: each task of the array is one run."
         yield _directive(f"--array=0-{len(command.sweep) - 1}{limit}")
-    yield "# One task on each node: the launcher, which starts the ranks of its node and names the first that fails."
+    yield "# One task on each node: the launcher, which starts the ranks of its node and reports the first failure."
     yield _directive("--ntasks-per-node=1")
     if cpus is not None:
         yield "# They share the CPUs of this one task; by default Slurm gives it a single one."

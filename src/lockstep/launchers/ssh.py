@@ -67,7 +67,7 @@ class SshOptions(Section, HostOptions):
 def hosts_of(options: SshOptions) -> dict[str, int | None]:
     """Return the hosts in their order, with the number of ranks if it is given. Raises ConfigError."""
     if options.hosts is None:
-        raise ConfigError("--hosts a,b names the hosts, and is missing; --hosts $(paste -sd, FILE) reads them")
+        raise ConfigError("--hosts a,b with the hosts is missing; --hosts $(paste -sd, FILE) reads them")
     hosts: dict[str, int | None] = {}
     for text in map(str.strip, options.hosts.split(",")):
         match = _HOST.fullmatch(text)
@@ -84,7 +84,7 @@ def hosts_of(options: SshOptions) -> dict[str, int | None]:
 def _check(command: JobCommand, options: SshOptions, hosts: Mapping[str, int | None]) -> None:
     problems = [*variable_problems(options.env, _SECRET, from_here=True)]
     if not command.nodes and (len(hosts) > 1 or any(hosts.values())):
-        message = f"`lockstep {command.words[0]}` runs on one host, which states no ranks; name one"
+        message = f"`lockstep {command.words[0]}` runs on one host, without its ranks; give one"
         problems.append(Problem("--hosts", "", message))
     if options.rendezvous is not None:
         try:
@@ -105,7 +105,7 @@ class SshLauncher:
         self._runs: dict[str, tuple[SshRun, Path]] = {}
 
     def plan(self, command: JobCommand, options: SshOptions) -> LaunchPlan:
-        """Return what is started on each host."""
+        """Return the process to start on each host."""
         hosts = hosts_of(options)
         _check(command, options, hosts)
         program = options.program or own_program()

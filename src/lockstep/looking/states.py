@@ -27,7 +27,7 @@ from lockstep.monitor.jsonl import as_number, parsed, read_object
 from lockstep.monitor.rank_meters import LIVE
 
 _FRESH_S = 30.0
-"""Age of a live.json, replaced every 2 s, up to which its run counts as running, wherever that is."""
+"""A run with a younger live.json, replaced every 2 s, counts as running, wherever that is."""
 _SUSPECT = 2.0  # times the lowest loss; above it the losses are examined
 _BLOCK = 1 << 10
 _BLOCKS = 16

@@ -24,7 +24,7 @@ from lockstep.distributed.forward_mode import current_sequences, positions
 from lockstep.models.initialization import Rule, constant, normal
 
 _SHORT = 512
-"""With up to this many tokens, bf16 products are faster than the CPU's flash kernel, with its slow backward."""
+"""The most tokens for bf16 products to be faster than the CPU's flash kernel, with its slow backward."""
 _QUERIES = 64
 """Number of queries in such a product."""
 
@@ -214,7 +214,7 @@ def flops_per_token(module: nn.Module, facts: DataFacts) -> float | None:
 
     6 N + 12 sum over layers of W T (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, appendix B), for N weights in matrix
     products (with the output head), attention of width W, and T tokens of a sample, or of a layer's sliding window. Of
-    experts, N has those that a token goes through. Neither recomputation nor causality counts; a frozen weight counts
+    experts, N has those that a token goes through. Recomputation and causality don't count; a frozen weight counts
     4.
     """
     shape = _attention_widths(module)

@@ -7,7 +7,7 @@ runs/stdlib-lm-20261121-093000/
 ├── events.jsonl        evaluations, epochs, and what user code logged
 ├── attempts.jsonl      a line an attempt: when and where it began, what its plan promised
 ├── ranks.jsonl         a line every `monitor.meter_seconds`: each rank's times and memory
-├── live.json           what each rank does now; there while the run trains
+├── live.json           what each rank is doing; only while the run trains
 ├── tensorboard/        curves
 ├── media/              images and tables that user code logged
 ├── trackers/           what trackers keep here: identifiers, files without a network

@@ -16,7 +16,7 @@ Gauges = Callable[[], Mapping[str, float]]
 
 
 def host_gauges(folder: Path) -> list[Gauges]:
-    """Return the gauges of the host, by what can fail without the others.
+    """Return the gauges of the host, in groups that fail independently.
 
     cpu_percent                            of this process; 100 is one core
     core_wait_percent                      of its time, the main thread waits for a core (Linux)

@@ -1,4 +1,4 @@
-"""JSON files of a run: lines are written completely or not at all, and what is missing or damaged reads as empty."""
+"""JSON files of a run: lines are written completely or not at all, and missing or damaged ones read as empty."""
 
 from __future__ import annotations
 

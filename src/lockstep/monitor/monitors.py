@@ -80,7 +80,7 @@ class ReportWriter(Monitor, Protocol):
         return
 
     def bad_numbers(self, report: NumbersReport) -> None:
-        """Take what is known of an update with bad numbers."""
+        """Receive an update with bad numbers."""
         return
 
 

@@ -1,4 +1,4 @@
-"""The meters of all ranks: what each does, and where its time goes.
+"""The meters of all ranks: what each is doing, and where its time goes.
 
 on every rank   clock, gauges --thread--> notice: cumulative, every 2 s, also while the rank is stuck
 on rank 0       all notices --thread--> live.json     as they are, for `lockstep top`; replaced every 2 s
@@ -269,7 +269,7 @@ class RankMeters:
 
     Args:
         step: Returns the number of the run's updates.
-        gauges: Return the latest values. One that raises is left out from then on; after an OSError, only this time.
+        gauges: Return the latest values. A gauge that raises is dropped; after an OSError, only this time.
     """
 
     def __init__(

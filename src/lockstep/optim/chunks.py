@@ -1,4 +1,4 @@
-"""Parameters with what belongs to them, in chunks: what an update computes is held of one chunk at a time."""
+"""Parameters with what belongs to them, in chunks: an update's temporaries exist for one chunk at a time."""
 
 from __future__ import annotations
 

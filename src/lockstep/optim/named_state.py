@@ -42,7 +42,7 @@ def named_state(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 
 def group_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return what the groups hold in addition to parameters and configured values."""
+    """Return the groups' entries besides parameters and configured values."""
     return [{key: value for key, value in group.items() if key not in _CONFIGURED} for group in optimizer.param_groups]
 
 

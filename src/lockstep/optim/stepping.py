@@ -165,7 +165,7 @@ _OF_TORCH = frozenset({"state", "param_groups"})
 
 
 def own_state(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Return what the optimizer keeps neither in parameters nor in groups, live, as far as `state_dict` returns it."""
+    """Return the optimizer's state outside of parameters and groups, live, as far as `state_dict` returns it."""
     kept: Mapping[Any, Any] = optimizer.state
     shared: dict[Any, Any] = {key: value for key, value in kept.items() if not isinstance(key, Tensor)}
     for key in shared:

@@ -54,7 +54,7 @@ def group_parameters(parameters: Sequence[ParameterFacts], optim: Optim) -> tupl
 
 
 def is_hidden_matrix(parameter: ParameterFacts) -> bool:
-    """Return whether Muon updates it: a matrix that is neither embedding nor head, by its name.
+    """Return whether Muon updates it: a matrix that isn't an embedding or a head, by its name.
 
     (Jordan et al. 2024, kellerjordan.github.io/posts/muon)
     """

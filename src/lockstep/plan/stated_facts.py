@@ -1,4 +1,4 @@
-"""Facts about data that a config has by itself, so that a plan needs neither the dataset nor a network."""
+"""Facts about data that a config has by itself, so that a plan needs no dataset and no network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows what the tensors of a run hold at the peak, by category and module, beside the prediction of its plan.
+"""Shows the memory of a run's tensors at the peak, by category and module, beside the plan's prediction.
 
 Three updates are made in new ranks of this machine, and each of their operations is watched.
 """

@@ -1,4 +1,4 @@
-"""Runs one case on one rank: the reference records what it does, every other run is compared with that record.
+"""Runs one case on one rank: the reference is recorded, and every other run compared with that record.
 
 reference     steps.json, gradient-0, weights-1, gradient-1, ...          on disk, safetensors
 run           gradient of update 0 <-> gradient-0, one parameter at a time; weights after it <-> weights-1; ...
@@ -79,7 +79,7 @@ class RunComparison:
         self.evidence = Evidence(measured=json.loads((folder / _MEASURED).read_text()))
 
     def run(self, tamper: Tamper | None) -> None:
-        """Train and compare; whatever the session raises is raised after `evidence` has what came before."""
+        """Train and compare; an error of the session is raised after `evidence` has what came before."""
         session, evidence = self._session, self.evidence
         disable_dropout(components_of(session).sharding.state.model)
         evidence.notes = design_notes(session)

@@ -1,4 +1,4 @@
-"""Finds what makes a run depend on the number of ranks and micro-batches by design, and turns off what can be.
+"""Finds features that make a run depend on ranks and micro-batches by design, and turns them off if possible.
 
 Dropout is set to 0; batch norm and random data are noted. After its last step the reference repeats forwards, which
 shows the same of other code:

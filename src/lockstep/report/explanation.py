@@ -147,8 +147,8 @@ def _goodput(useful: Goodput | None) -> Iterator[str]:
     rest = ", ".join(f"{100 * seconds / useful.wall:.0f} % {name}" for name, seconds in losses.items())
     attempts = f" and {useful.attempts} attempts" if useful.attempts > 1 else ""
     yield (
-        f"Its goodput is {100 * useful.share:.0f} %: of {formatting.duration(useful.wall)}{attempts}, that share "
-        f"trained updates that were kept{f'; the rest is {rest}' if rest else ''}."
+        f"Its goodput is {100 * useful.share:.0f} %: the share of {formatting.duration(useful.wall)}{attempts} that "
+        f"went to updates that were kept{f'; the rest is {rest}' if rest else ''}."
     )
 
 
@@ -160,9 +160,9 @@ def _next(run: RunData, ranks: RankHistory, causes: Sequence[Limit], *, traced: 
     if not causes and ranks.split():
         ideas = [*(["precision.compute: bf16"] if run.configured("precision", "compute") == "fp32" else [])]
         ideas += ["a larger batch.micro_size"] if allows_larger(run.attempts) else []
-        yield f"Nothing but the computation itself limits it; to try are {', '.join([*ideas, 'more ranks'])}."
+        yield f"Only the computation itself limits it; try {', '.join([*ideas, 'more ranks'])}."
     if not traced:
         yield (
-            f"What is inside forward and backward (numbers read on the host, small operators) only a profile shows: "
+            f"Only a profile shows what is inside forward and backward (host syncs, small operators): "
             f"`{command_line('lockstep', 'profile', run.folder)}` while it trains."
         )

@@ -40,7 +40,7 @@ def state(run: RunData) -> str:
 
 
 def flaws(run: RunData, ended: str = "") -> list[str]:
-    """Return what a reader must know before trusting the rest; `ended` says how the run ended, if that is known."""
+    """Return warnings about the rest of the report; `ended` says how the run ended, if that is known."""
     unfinished = []
     early = as_text((run.summary or {}).get("stopped_early"))
     if early and not ended:
@@ -206,7 +206,7 @@ def environment(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _resolved(run: RunData, name: str, section: str, key: str = "") -> str:
-    """Return what the run resolved, or else what was configured."""
+    """Return the run's resolved settings, or else the configured ones."""
     resolved = run.summary or (run.attempts[-1].facts if run.attempts else {})
     if resolved.get(name) is not None:
         return as_text(resolved[name])

@@ -64,7 +64,7 @@ class LoggedFile:
 
 @dataclass(slots=True)
 class RunData:
-    """A run's folder, read. What is missing or can't be read is empty.
+    """A run's folder, read. Missing or unreadable parts are empty.
 
     Attributes:
         summary: None while the run isn't finished.

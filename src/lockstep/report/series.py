@@ -1,4 +1,4 @@
-"""The numbers of a curve, and fewer of them: what is worth drawing of a million, and the trend through their noise.
+"""The numbers of a curve, thinned for drawing, and the trend through their noise.
 
 1,000,000 values --thin--> <= 5 a bucket: first, last, lowest, highest, one that isn't finite     drawn pale
                  --running_median--> 300                                                          drawn dark

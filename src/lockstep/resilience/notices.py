@@ -37,7 +37,7 @@ Look = Callable[[], str | None]
 
 
 def look_at(place: str, environ: Mapping[str, str] = os.environ) -> Look:
-    """Return what looks for the notice at a place, as `recovery.notice` names it."""
+    """Return the check for a notice at a place, as given in `recovery.notice`."""
     match place:
         case "aws":
             return partial(_aws, environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", _LINK_LOCAL).rstrip("/"))

@@ -1,4 +1,4 @@
-"""Decides which updates are kept, and what is reported of those that are not.
+"""Decides which updates are kept, and reports the others.
 
 A spike is a loss or a gradient norm far above the ones before:
 
@@ -33,11 +33,11 @@ _NORMAL = 1.4826  # x the median absolute deviation is the standard deviation of
 _LEAST = 0.01  # of the median: numbers that hardly vary have no spikes of a few permille
 _RECENT = "recent"
 _ARRIVED = 2  # the newest update that counts for update k is k - 2
-ADVICE = "a smaller learning rate, optim.clip_norm, or precision.compute bf16 or fp32 are what helps most often"
+ADVICE = "most often a smaller learning rate, optim.clip_norm, or precision.compute bf16 or fp32 helps"
 
 
 def is_finite(number: float | Tensor) -> bool | Tensor:
-    """Return whether a number is neither NaN nor infinite, on its device; infinity minus itself is NaN."""
+    """Return whether a number is finite, on its device; infinity minus itself is NaN."""
     return number - number == 0
 
 
@@ -213,7 +213,7 @@ class Verdicts:
         return Verdict.OVERFLOW if self._scaled else Verdict.NON_FINITE
 
     def answer(self, report: StepReport) -> str:
-        """Return what the config asks for after a bad update; empty for others, and an overflow under a loss scale."""
+        """Return the config's policy for a bad update; empty for others, and an overflow under a loss scale."""
         if report.spike:
             return self._section.spike
         return self._section.nonfinite if report.verdict is Verdict.NON_FINITE else ""

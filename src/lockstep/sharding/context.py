@@ -3,7 +3,7 @@
     Builder.shard(context)    shards the parameters before they have memory, if the strategy does
     Builder.build(context)    -> Sharding: the gradient step and the model state, on the rank's device
 
-A strategy names its builder as "module:NAME"; all builders have these signatures.
+A strategy's builder is "module:NAME"; all builders have these signatures.
 """
 
 from __future__ import annotations

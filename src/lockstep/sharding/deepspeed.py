@@ -360,7 +360,7 @@ def gather_in(dtype: torch.dtype, names: Collection[str], model: nn.Module, zero
 
 
 def _keep_dtype_of_gathered() -> None:
-    """Replace the ends of DeepSpeed's gathers, which cast what they have gathered to the dtype of the shards."""
+    """Replace the ends of DeepSpeed's gathers, which cast the result to the dtype of the shards."""
     from deepspeed.runtime.zero import partition_parameters
 
     single: Any = partition_parameters.AllGatherHandle

@@ -197,7 +197,7 @@ class FSDPStep(GradientStep):
             self._order.begin_forward()
 
     def _end_forward(self, module: nn.Module, inputs: object, outputs: object) -> None:
-        """Free what is still gathered, as the backward would."""
+        """Free parameters that are still gathered, as the backward would."""
         if self._order is not None:
             self._order.end_forward()
         if not torch.is_grad_enabled():

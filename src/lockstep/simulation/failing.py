@@ -49,7 +49,7 @@ def place(code: CodeType, line: int) -> str:
 
 @cache
 def is_users(file: str) -> bool:
-    """Return whether a file is neither Lockstep's, nor the interpreter's, nor of an installed package."""
+    """Return whether a file is the user's: not Lockstep's, the interpreter's or an installed package's."""
     installed = any(part in Path(file).parts for part in _INSTALLED)
     return not (file.startswith(("<", _PACKAGE, sysconfig.get_path("stdlib"))) or installed)
 

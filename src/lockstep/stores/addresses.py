@@ -41,7 +41,7 @@ def checked_address(text: str) -> str:
     if scheme not in _SCHEMES:
         raise ValueError(f"{scheme}:// isn't supported; write s3://, gs:// or az://, or pass a storage of your own")
     if not authority:
-        raise ValueError(f"{text} names no bucket; write {scheme}://bucket/run")
+        raise ValueError(f"{text} has no bucket; write {scheme}://bucket/run")
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/-]*", authority) is None or re.search(r"[?#%]", path):
         remedy = "set variables such as AWS_PROFILE or GOOGLE_APPLICATION_CREDENTIALS"
         raise ValueError(f"{scheme}://bucket/prefix holds no credentials or options, since runs record it; {remedy}")

@@ -188,7 +188,7 @@ class Strategy:
     Attributes:
         build: A `sharding.context.Builder`, which builds the strategy on a rank; or `module:NAME` of one.
         import_on_cpu: `module:function` that imports what ranks need, in a launcher that forks them; starts no threads.
-        check_model: `module:function`, (model, config): raises ConfigError for what the modules show.
+        check_model: `module:function`, (model, config): raises ConfigError for unsuitable modules.
         variants: The first is the default.
         family: The heading of its table in docs/strategies.md.
         options, key: The section of its options, under `parallel.KEY`; empty: its name.
@@ -208,9 +208,9 @@ class Strategy:
         element_bytes: Bytes of an element of what is gathered (None: as used), and reduced.
         offloads: Whether the options ask for offloading.
         saves_memory: Options that save memory in a step of several micro-batches: name -> value.
-        lossy: What the options lose of a gradient, in a sentence, if anything.
+        lossy: How the options lose bits of a gradient, in a sentence, if they do.
         remarks: What else the start of a run prints about the options.
-        unwrapped: What it prints if the strategy has left the model as it was.
+        unwrapped: Printed if the strategy has left the model as it was.
         rounding: Options that make a run in fp32 round: a verification in fp32 leaves them out.
         rounds_to_fp16: Whether gradients pass through fp16, which needs a loss scale.
         check: `module:function`, (config, plan) -> warnings; raises ConfigError.

@@ -1,4 +1,4 @@
-"""Does ahead, in the launcher, what every rank would do before it trains: slow imports, before ranks are forked.
+"""Does every rank's slow imports once, in the launcher, before ranks are forked.
 
 Nothing in the launcher starts a thread or touches an accelerator: then no rank could be forked.
 """
@@ -37,7 +37,7 @@ def imports_ahead(config: Config) -> list[str]:
 
 
 def import_on_cpu(config: Config) -> None:
-    """Import what every rank of the strategy imports on the CPU. An import that fails fails in the ranks, too."""
+    """Import what every rank of the strategy imports on the CPU. A failing import fails in the ranks, too."""
     chosen = config.parallel.strategy
     if chosen == AUTO or not may_fork() or not _trains_on_cpu(config):
         return

@@ -70,7 +70,7 @@ class BadUpdates:
         self._printed = 0
 
     def receive(self, report: StepReport) -> None:
-        """Name the samples of a bad update, and do what the config asks for; all ranks together.
+        """Report the samples of a bad update, and do what the config asks for; all ranks together.
 
         Raises RunFailed if the run ends, or goes back (RollbackDue).
         """

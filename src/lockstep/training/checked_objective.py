@@ -132,7 +132,7 @@ class CheckedObjective:
         values = f"on {samples} samples it is {whole:.6g}, and on the halves {halves[0]:.6g} and {halves[1]:.6g}"
         if first - slack <= whole <= second + slack:
             why = (
-                f"the loss is no sum over the samples, but perhaps a mean: {values}. Return the sum over valid targets "
+                f"the loss isn't a sum over the samples, perhaps a mean: {values}. Return the sum over valid targets "
                 '(such as reduction="sum"): it is divided once, by the count of the whole update'
             )
             raise ConfigError(Problem("", self._key, why))
@@ -151,8 +151,8 @@ class CheckedObjective:
         names = {id(tensor): name for name, tensor in _parameters(self._objective.loss_sum)}
         shown = listed([f"{names.get(id(leaf), 'a tensor')} {list(leaf.shape)}" for leaf in others], 3)
         why = (
-            f"the loss depends on {shown}, which no optimizer updates. Make them part of the model, whose forward "
-            "returns them with its outputs, or freeze them with requires_grad_(False)"
+            f"the loss depends on {shown}, which no optimizer updates. Make them part of the model and return "
+            "them with its outputs, or freeze them with requires_grad_(False)"
         )
         raise ConfigError(Problem("", self._key, why))
 
@@ -214,7 +214,7 @@ def _leaves(loss: object, outputs: object) -> Iterator[Tensor]:
 
 
 def _held(loss_sum: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an objective is or holds: attributes, what its function encloses, and arguments given ahead."""
+    """Yield an objective and its contents: attributes, closure variables, and partial arguments."""
     holder = loss_sum.__self__ if inspect.ismethod(loss_sum) else loss_sum
     if isinstance(holder, nn.Module):
         yield "", holder

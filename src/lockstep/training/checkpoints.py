@@ -266,7 +266,7 @@ class Checkpoints(Saves):
         return best if save is not None and save[0] == best else None
 
     def _evaluation(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what a checkpoint keeps of evaluations: in its state, and as metrics."""
+        """Return a checkpoint's data about evaluations: in its state, and as metrics."""
         return self.evaluations.state(), self.evaluations.metrics()
 
     def _metadata(self, state: TrainingState) -> StepMetadata:

@@ -63,7 +63,7 @@ def ask(question: Question, seconds: float = SECONDS) -> Decision:
 
 
 def ask_process(module: str, question: object, seconds: float) -> Any:
-    """Return what a module, run with a folder that has the question, writes there.
+    """Run a module with a folder that has the question; return what it writes there.
 
     Raises NoAnswer if it writes a sentence instead, or nothing, or not in this time.
     """

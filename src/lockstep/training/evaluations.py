@@ -62,7 +62,7 @@ class EarlyStopping:
 
     @property
     def reason(self) -> str | None:
-        """Why the run ends now; None: it continues."""
+        """The reason to end the run now; None: it continues."""
         section, state = self.section, self._state
         if section is None or state.waited < section.patience:
             return None

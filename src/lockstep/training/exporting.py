@@ -319,7 +319,7 @@ def _step(location: CheckpointLocation, arguments: ExportArguments) -> int | Non
     if not arguments.best and config.run.end_with != "best":
         return None
     if config.checkpoint.best is None:
-        raise ConfigError("--best: this run's config names no metric (checkpoint.best); give --step")
+        raise ConfigError("--best: this run's config has no metric (checkpoint.best); give --step")
     best = Retention(location.storage, config.checkpoint, epoch_samples=1).best
     if best is None:
         raise ConfigError(f"no checkpoint in {location.place} has {config.checkpoint.best} in it; give --step")

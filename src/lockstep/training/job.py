@@ -159,7 +159,7 @@ def _without_state(failure: SaveFailed, session: Session, folder: Callable[[], P
     try:
         return SaveFailed(f"{failure}; its weights are in {publish(session, folder)}")
     except RunFailed as error:
-        return SaveFailed(f"{failure}; neither could its weights: {error}")
+        return SaveFailed(f"{failure}; its weights couldn't be written either: {error}")
 
 
 def _purpose(job: Job, world: World) -> Purpose:

@@ -101,7 +101,7 @@ class LeftOutSamples:
         return [asdict(sample) for sample in self._samples]
 
     def restore(self, state: Iterable[Mapping[str, Any]], consumed: int) -> None:
-        """Continue the list of a checkpoint after `consumed` samples; those that follow are found again."""
+        """Continue the list of a checkpoint after `consumed` samples; later ones are found again."""
         self._samples = [
             replace(sample, until=consumed) if sample.until is None and not self._stays(sample) else sample
             for sample in left_out_in(state)
@@ -153,7 +153,7 @@ def _refuse_different(shares: Sequence[_Share]) -> None:
 
 
 def with_remedy(error: Exception) -> Exception:
-    """Return the error; of samples that can't be used, one that names the key of the config that leaves them out."""
+    """Return the error; for bad samples, one with the config key that leaves them out."""
     if not isinstance(error, UnusableSamples):
         return error
     remedy = "data.bad_samples.policy: skip leaves such samples out; mended data may need --accept-changes"

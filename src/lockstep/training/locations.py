@@ -139,7 +139,7 @@ def _at_address(address: str) -> CheckpointLocation:
 
 @contextmanager
 def reachable(storage: Storage) -> Iterator[None]:
-    """Turn an OSError into a ConfigError that names the storage."""
+    """Turn an OSError into a ConfigError with the storage's name."""
     try:
         yield
     except OSError as error:

@@ -4,7 +4,7 @@ each update    scheduled? requested by the clock of rank 0? --> copied beside th
 a rank dies    the next round resumes from the newest of memory and storage
 the run ends   a snapshot that is newer than every checkpoint is saved in the storage, by `after_last_round`
 
-On several hosts each has the part of its own ranks (`HostPart`). If a host is lost, so is its part, and the run resumes
+On several hosts each has the part of its own ranks (`HostPart`). A lost host takes its part along, and the run resumes
 from the newest checkpoint.
 """
 

@@ -77,7 +77,7 @@ class UserLogs:
             next(iter(self._taken.values()), self._log).put_back(log)
 
     def show_bad_updates(self) -> None:
-        """Show what has become known of bad updates."""
+        """Show the news about bad updates."""
         for bad in self._session.bad_updates.take_new():
             self._monitors.bad_numbers(bad)
 

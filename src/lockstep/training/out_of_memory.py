@@ -52,7 +52,7 @@ def least_micro_size(components: Components) -> int:
 
 
 def factors_of(config: Config, ranks: int, session: Session | None) -> MemoryFactors:
-    """Return what determines how much memory a rank needs; without a session, as far as the config does."""
+    """Return the factors of a rank's memory; without a session, from the config only."""
     factors = memory_factors(config, ranks)
     if session is None:
         return factors

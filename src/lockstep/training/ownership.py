@@ -60,7 +60,7 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _NOT_OF_THE_TRAINING = (
     "description", "launch", "monitor", "checkpoint", "evaluation", "parallel", "memory",
 )  # fmt: skip
-"""Sections that don't affect what is learned."""
+"""Sections that don't affect the trained weights."""
 _MAY_DIFFER = {"batch": ("micro_size",), "run": ("folder", *LENGTHS)}
 _OF_OPTIMIZER = ("optim.lr", "optim.weight_decay")  # settings that a custom optimizer may have by itself
 
@@ -270,7 +270,7 @@ def _refusal(place: str, occupant: _Occupant, remedy: str) -> str:
 
 
 def _of_training(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without what doesn't affect what is learned, and without lengths and micro-batches."""
+    """Return only the settings that affect the trained weights, without lengths and micro-batches."""
     kept = {name: section for name, section in config.items() if name not in _NOT_OF_THE_TRAINING}
     for name, keys in _MAY_DIFFER.items():
         if isinstance(section := kept.get(name), Mapping):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lockstep.training.components import Components
 
 _NAMED = 3
-CORRUPTED = "memory or a device that corrupts data does this, and so does code that changes parameters on one rank"
+CORRUPTED = "the cause is memory or a device that corrupts data, or code that changes parameters on one rank"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

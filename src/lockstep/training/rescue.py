@@ -53,7 +53,7 @@ def rescuing(session: Session, *excluded: type[Exception]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Rescue:
-    """Saves what a run that fails has learned since its last save. No older checkpoint is deleted for it.
+    """Saves the progress of a failing run since its last save. No older checkpoint is deleted for it.
 
     Attributes:
         metadata: Describes a state, for its manifest.

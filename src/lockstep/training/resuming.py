@@ -262,7 +262,7 @@ def restore(
             listed = "".join(f"\n  {line}" for line in differences)
             raise ConfigError(
                 f"the checkpoint of step {manifest.step} is of a run with other data, model or seed:{listed}\n"
-                f"--accept-changes resumes from it all the same, --fresh starts over (in Python: accept_changes=True, "
+                f"--accept-changes resumes from it anyway, --fresh starts over (in Python: accept_changes=True, "
                 f"fresh=True)",
                 FailureKind.OTHER_DATA,
             )

@@ -259,7 +259,7 @@ class Session:
             return evaluate(self._components, self.progress.steps, stops)
 
     def logged(self) -> Logged:
-        """Return what `lockstep.log` got on all ranks since the last call, merged; all ranks together.
+        """Return what `lockstep.log` recorded on all ranks since the last call, merged; all ranks together.
 
         `.numbers()` has it as one number a name, for a tracker of your own.
         """
@@ -275,7 +275,7 @@ class Session:
 
         Args:
             place: a folder, or an object store.
-            fresh: start from the beginning; the checkpoints that are there are renamed.
+            fresh: start from the beginning; existing checkpoints are renamed.
             accept_changes: resume although data, model or seed differ from the checkpoint's.
 
         Raises:
@@ -316,7 +316,7 @@ class Session:
         )
 
     def restore(self, state: TrainingState) -> None:
-        """Continue from `state`: before the first batch, or instead of what was done until now."""
+        """Continue from `state`: before the first batch, or instead of the progress so far."""
         self.failure_state.discard_attempt(self._components.sharding, self._rate)
         values = state.values
         self._components.sharding.state.restore(TrainingState(state.tensors, values["sharding"]))

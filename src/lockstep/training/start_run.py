@@ -1,4 +1,4 @@
-"""Starts a run: checks it against what is in its folder, then trains as a rank or in ranks that it starts.
+"""Starts a run: checks it against its folder, then trains as a rank or in ranks that it starts.
 
 this process is a rank already (torchrun, ...)  --> train as that rank
 otherwise                                       --> create the folder, start the ranks, wait for their exit code
@@ -66,7 +66,7 @@ _OF_HOST = ("launch", "monitor", "description")  # sections that may differ betw
 
 
 def decision_of(entry: Callable[[], int]) -> dict[str, Any]:
-    """Return what other hosts have to know of an entry, which is a `partial` of a job and its folder."""
+    """Return what other hosts have to know about an entry, a `partial` of a job and its folder."""
     job = cast("Job", entry.args[0])  # type: ignore[attr-defined]
     fields = {name: getattr(job.resume, name) for name in ("fresh", "step", "accept_changes")}
     sizes = {name: getattr(job.config, name).micro_size for name in ("batch", "evaluation")}

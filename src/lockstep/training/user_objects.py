@@ -1,4 +1,4 @@
-"""The objects that a program passes in Python instead of what a config names."""
+"""The objects that a program passes in Python instead of config values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Objects(TypedDict, total=False):
-    """Objects that replace what a config names: the keyword arguments that `train`, `session` and `verify` share.
+    """Objects that replace config values: the keyword arguments that `train`, `session` and `verify` share.
 
     Attributes:
         model: a module (its weights are kept), or a function that makes one (its weights follow `run.seed`).
@@ -115,7 +115,7 @@ def _wrong(given: UserObjects) -> Iterator[tuple[str, str]]:
 
 
 def _refusal(name: str, value: Any) -> str | None:
-    """Return why an object can't be what the argument takes; None if it can."""
+    """Return why an object doesn't fit the argument; None if it does."""
     expected, kind = _TAKES[name][0], value if isinstance(value, type) else type(value)
     if isinstance(value, str):
         return f"is the text {value!r}; pass {expected}, or set {name} in the config"
@@ -214,12 +214,12 @@ def not_given(key: str, expected: str, got: object) -> ConfigError:
 
 
 def user_monitors(config: Config, given: UserObjects) -> list[Monitor]:
-    """Return the monitors that the config names, and those that were passed in Python."""
+    """Return the monitors of the config, and those passed in Python."""
     return [*_instances(config, "monitors", Monitor), *given.monitors]
 
 
 def user_trackers(config: Config, given: UserObjects) -> dict[str, Tracker]:
-    """Return the trackers that the config names, and those that were passed in Python, by names of their own."""
+    """Return the trackers of the config, and those passed in Python, by unique names."""
     named: list[tuple[str, Tracker]] = []
     for index, section in enumerate(config.monitor.trackers):
         if section.target != GIVEN:
@@ -234,13 +234,13 @@ def user_trackers(config: Config, given: UserObjects) -> dict[str, Tracker]:
 
 
 def transform_names(transforms: Sequence[Extension], given: UserObjects) -> list[str]:
-    """Return the targets of the transforms that the config names, and the names of those that were passed in Python."""
+    """Return the targets of the config's transforms, and the names of those passed in Python."""
     targets = [section.target for section in transforms if section.target != GIVEN]
     return [*targets, *(transform.name for transform in given.transforms)]
 
 
 def user_transforms(config: Config, given: UserObjects) -> list[Transform]:
-    """Return the transforms that the config names, and those that were passed in Python."""
+    """Return the transforms of the config, and those passed in Python."""
     return [*_instances(config, "transforms", Transform), *given.transforms]
 
 

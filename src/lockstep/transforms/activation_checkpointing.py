@@ -1,4 +1,4 @@
-"""Activation checkpointing: the activations that a forward keeps for the backward, and those that it computes again.
+"""Activation checkpointing: which activations a forward keeps for the backward, and which are recomputed.
 
 Full keeps a block's inputs: Chen et al. 2016, arXiv:1604.06174. Selective also keeps what is expensive to compute and
 small: matrix products and attention (Korthikanti et al. 2022, arXiv:2205.05198, section 4).

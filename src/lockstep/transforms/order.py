@@ -45,7 +45,7 @@ def apply_transforms(model: Module, transforms: Sequence[Transform], device: tor
 def split_at(step: str, transforms: Sequence[Transform]) -> tuple[list[Transform], list[Transform]]:
     """Return the transforms that come before a step, and those that come after it.
 
-    Each comes after those that its rules name, otherwise in the given order. The step is as late as rules allow.
+    Each follows its rules, otherwise the given order. The step is as late as rules allow.
 
     Raises:
         ConfigError: Two have one name, or the rules contradict each other.
