@@ -71,7 +71,7 @@ _UNMERGED = (
 
 
 def not_a_run(path: Path) -> ConfigError:
-    """Return the error about a path at which there is no run."""
+    """Return the error for a path without a run."""
     neither = " nor ".join(_FILES)
     return ConfigError(f"{path} is not the folder of a run: it has neither {neither}{did_you_mean_run(path)}")
 

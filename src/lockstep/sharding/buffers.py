@@ -168,7 +168,7 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def changed(self) -> list[str]:
-        """Return the buffers that forwards have changed since the last `take`, without those of torch's norms."""
+        """Return the buffers that forwards have changed since the last `take`, without torch's norms'."""
         names, parts = [], _parts(current_buffers(self._owners))
         for (name, owner), now, copy in zip(self._owners.items(), parts, self._copies, strict=True):
             if now is None or copy is None or _OF_NORMS & owner.keys():

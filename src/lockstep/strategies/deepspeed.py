@@ -89,6 +89,6 @@ STRATEGY = Strategy(
         _zero(0, "every rank holds everything"),
         _zero(1, "optimizer state is sharded, with the values that it updates"),
         _zero(2, "also gradients"),
-        _zero(3, "also parameters, of which each rank also holds the small ones whole"),
+        _zero(3, "also parameters; each rank also holds the small ones whole"),
     ),
 )
