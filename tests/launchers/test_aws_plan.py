@@ -135,7 +135,7 @@ def test_checkpoints_go_to_the_bucket(capsys: pytest.CaptureFixture[str]) -> Non
         ([*NEEDED[:-2], *TRAIN], "no AWS region is given; give --region, such as us-east-1, or set AWS_DEFAULT_REGION"),
         ([*NEEDED, "--bucket", "s3:/x", *TRAIN], "--bucket: 's3:/x' is not BUCKET or BUCKET/PREFIX"),
         ([*NEEDED, "--nodes", "2", "verify", "digits"], "--nodes: 2, but `lockstep verify` runs on one node"),
-        ([*NEEDED, "--sweep", "optim.lr=1,2", *TRAIN], "--sweep: needs a queue with arrays of jobs, which aws"),
+        ([*NEEDED, "--sweep", "optim.lr=1,2", *TRAIN], "--sweep: needs a queue with job arrays, and aws"),
         ([*NEEDED, "--env", "HF_TOKEN=hf_x", *TRAIN], "--env: HF_TOKEN looks like a secret, which all processes"),
         ([*NEEDED, "--tag", "aws:x=1", *TRAIN], "--tag: 'aws:x=1' is not KEY=VALUE, such as team=vision"),
         ([*NEEDED, "--setup", "a\nb", *TRAIN], "--setup: 'a\\nb' is not one line"),

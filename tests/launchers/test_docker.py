@@ -155,7 +155,7 @@ def test_paths_that_the_containers_do_not_see_are_refused(
         ([*IMAGE, "--program", "a 'b", *TRAIN], '--program: "a \'b" is not a command: No closing quotation'),
         ([*IMAGE, "--volume", "..:/", *TRAIN], "--volume: '..:/' is not FOLDER:/PATH"),
         ([*IMAGE, "--nodes", "2", "plan", "digits"], "--nodes: 2, but `lockstep plan` runs on one node"),
-        ([*IMAGE, "--sweep", "optim.lr=1,2", *TRAIN], "--sweep: needs a queue with arrays of jobs, which docker"),
+        ([*IMAGE, "--sweep", "optim.lr=1,2", *TRAIN], "--sweep: needs a queue with job arrays, and docker"),
         ([*IMAGE, "train", "digits", "run.folder=/elsewhere/a"], "run.folder: would be lost with the container"),
         ([*IMAGE, "train", "digits", "run.folder=../a"], "run.folder: would be lost with the container"),
         ([*IMAGE, *TRAIN, "checkpoint.folder=/c/d"], "checkpoint.folder: would be lost with the container; give"),

@@ -258,7 +258,7 @@ def test_names_are_host_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (TRAIN, "--image: is missing; give the image"),
+        (TRAIN, "--image: is missing; give an image"),
         (["--image", "", *TRAIN], "--image: is missing"),
         ([*PLAIN, "--volume", "b:/", *TRAIN], "--volume: 'b:/' is not CLAIM:/PATH"),
         ([*PLAIN, "--volume", "b:/a/../b", *TRAIN], "--volume: 'b:/a/../b' is not CLAIM:/PATH"),
@@ -279,7 +279,7 @@ def test_names_are_host_names(name: str) -> None:
         ([*PLAIN, "--env", "AWS_SECRET_ACCESS_KEY=x", *TRAIN], "--env: AWS_SECRET_ACCESS_KEY looks like a secret"),
         ([*PLAIN, "--program", "a 'b", *TRAIN], '--program: "a \'b" is not a command: No closing quotation'),
         ([*PLAIN, "--label", "x", *TRAIN], "--label: 'x' is not KEY=VALUE"),
-        ([*PLAIN, "--sweep", "optim.lr=1,2", "doctor"], "--sweep: needs a queue with arrays of jobs, which kubernetes"),
+        ([*PLAIN, "--sweep", "optim.lr=1,2", "doctor"], "--sweep: needs a queue with job arrays, and kubernetes"),
         ([*PLAIN, *TRAIN, "--fresh"], "--fresh, --from, --fork: would start over with each pod"),
         ([*PLAIN, "--no-restart", "--retries", "1", *TRAIN], "--retries: needs pods that start again"),
         ([*PLAIN, "--user", "0", *TRAIN], "--user: '0' is not a whole number above 0"),

@@ -26,7 +26,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["slurm", "--node", "2"], f"--node: {NO_SUCH} slurm; did you mean --nodes?"),
         (["slurm", "--partitoin=x"], f"--partitoin: {NO_SUCH} slurm; did you mean --partition?"),
         (["slurm", "--time", "9:00", "--memm", "2G"], f"--memm: {NO_SUCH} slurm; did you mean --mem?"),
-        (["slurm", "--frobnicate"], f"--frobnicate: {NO_SUCH} slurm; lockstep launch slurm --help prints"),
+        (["slurm", "--frobnicate"], f"--frobnicate: {NO_SUCH} slurm; lockstep launch slurm --help lists"),
         (["slurm", "--ranks", "2"], "--ranks: belongs to the command, as --ranks N after its verb: train digits"),
         (["slurm", "--optim.lr=2"], "--optim.lr: belongs to the command, after its verb: train digits --optim.lr"),
     ],
@@ -87,8 +87,8 @@ def test_a_note_on_the_config_is_printed_once(capsys: pytest.CaptureFixture[str]
             "launch.node_rank: how the hosts meet is the launcher's part; leave it",
         ),
         (["--sweep", "optim.lr=1,1", "train", "digits"], "--sweep: optim.lr or one of its values is given twice"),
-        (["--sweep", "optim.lr=1", "--sweep", "optim.lr=2", "train", "digits"], "--sweep: optim.lr has a value, or is"),
-        (["--sweep", "run.folder=a,b", "train", "digits"], "--sweep: each run has a folder of its own"),
+        (["--sweep", "optim.lr=1", "--sweep", "optim.lr=2", "train", "digits"], "--sweep: optim.lr or one of its values"),
+        (["--sweep", "run.folder=a,b", "train", "digits"], "--sweep: each run has its own folder"),
     ],
 )
 def test_what_a_launcher_would_ignore_is_refused(

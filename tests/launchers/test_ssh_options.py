@@ -71,7 +71,7 @@ def test_a_value_from_here_is_not_written_down(
         (["--hosts", "a:2", "verify", "digits"], "--hosts: `lockstep verify` runs on one host"),
         (
             ["--hosts", "a", "--sweep", "optim.lr=1,2", "train", "digits"],
-            "--sweep: needs a queue with arrays of jobs, which ssh",
+            "--sweep: needs a queue with job arrays, and ssh",
         ),
         (["--hosts", "a", "--env", "NOT_SET_HERE", "train", "digits"], "--env: NOT_SET_HERE isn't set here; set it"),
         (

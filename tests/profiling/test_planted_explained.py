@@ -58,12 +58,12 @@ def test_what_only_a_profile_sees_is_taken_from_it(runs: Path, tmp_path: Path) -
     if "for a core that other" in text:
         pytest.skip("other processes have this machine's cores: they are what limits the run")
     assert "A profile shows that the host is the limit" in text
-    assert "only a profile shows" not in text
+    assert "Only a profile shows" not in text
     shutil.copytree(runs / "small", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "profile")
     without = " ".join(explain(tmp_path / "run").sentences)
     assert "A profile shows" not in without
-    assert f"only a profile shows: `lockstep profile {tmp_path / 'run'}`" in without
+    assert f"small operators): `lockstep profile {tmp_path / 'run'}`" in without
 
 
 @pytest.mark.parametrize("run", ["data", "small", "save"])

@@ -143,7 +143,7 @@ def test_what_to_do_next_is_stated_however_much_happened(tmp_path: Path, monkeyp
     assert "An update waits for samples" in sentences[4]
     assert sentences[5:8] == ("bad_numbers 0.", "bad_numbers 1.", "bad_numbers 2.")
     assert sentences[8].startswith("`lockstep train ")
-    assert "only a profile shows" in sentences[9]
+    assert "Only a profile shows" in sentences[9]
 
 
 def test_the_command_prints_sentences_or_json(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def _header(file: Path) -> None:
 WEIGHTS: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "a zip bomb": ("weights.pt", _zip_bomb, "unpack to 67,[0-9,]+, more than 20 times as many"),
     "members that overlap": ("weights.bin", _overlapping, "unpack to 10,[0-9,]+, more than 20 times as many"),
-    "a header of 80 MB": ("weights.safetensors", _header, "its header has 80,000,000 bytes"),
+    "a header of 80 MB": ("weights.safetensors", _header, "a header of 80,000,000 bytes"),
 }
 
 

@@ -440,7 +440,7 @@ class Config(Section):
         sets = [evaluation for evaluation in self.data.evaluation if name.startswith(f"{evaluation}.")]
         if not sets:
             known = ", ".join(self.data.evaluation) or "none"
-            yield f"{key} {name} names no set of data.evaluation, which has: {known}"
+            yield f"{key} {name} is not in data.evaluation, which has: {known}"
             return
         metric = name.removeprefix(f"{max(sets, key=len)}.")
         custom = self.objective.kind in ("custom", "given") or self.model.kind in ("custom", "given")
