@@ -87,7 +87,7 @@ def test_a_note_on_the_config_is_printed_once(capsys: pytest.CaptureFixture[str]
             "launch.node_rank: how the hosts meet is the launcher's part; leave it",
         ),
         (["--sweep", "optim.lr=1,1", "train", "digits"], "--sweep: optim.lr or one of its values is given twice"),
-        (["--sweep", "optim.lr=1", "--sweep", "optim.lr=2", "train", "digits"], "--sweep: optim.lr or one of its values"),
+        (["--sweep", "optim.lr=1", "--sweep", "optim.lr=2", "train", "digits"], "--sweep: optim.lr or one of its"),
         (["--sweep", "run.folder=a,b", "train", "digits"], "--sweep: each run has its own folder"),
     ],
 )
