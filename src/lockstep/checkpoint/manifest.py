@@ -196,7 +196,7 @@ def _with_hash(body: Any) -> bytes:
 
 def _check_grids(manifest: Manifest) -> None:
     if len(manifest.files) != manifest.ranks or manifest.files.keys() != set(map(shard_file, range(manifest.ranks))):
-        raise corrupt(f"doesn't have one file for each of its {manifest.ranks:,} ranks")
+        raise corrupt(f"has other files than the {manifest.ranks:,} ranks wrote")
     checked: set[tuple[int, tuple[int, ...]]] = set()
     for name, entry in manifest.tensors.items():
         key = entry.grid, entry.shape
