@@ -396,7 +396,7 @@ def test_verify_reads_published_weights(ask: Ask, run: Path) -> None:
     assert gives(answer.error, file, "damaged", "bytes")
     assert ask("verify", run, "--step", 4).code == 0
     file.unlink()
-    assert gives(ask("verify", run).error, file, "damaged", "gone")
+    assert gives(ask("verify", run).error, file, "damaged", "missing")
 
 
 def test_verify_all_continues_after_a_fault(ask: Ask, tmp_path: Path) -> None:
