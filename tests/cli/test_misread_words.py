@@ -126,3 +126,4 @@ def test_a_missing_torch_is_reported_in_one_line(verb: str) -> None:
     done = subprocess.run([sys.executable, "-c", code, verb, "stdlib-lm"], capture_output=True, text=True)
     assert done.returncode == 2
     assert gives(done.stderr, "torch", "pip install torch")
+    assert done.stderr.count("\n") == 1

@@ -32,7 +32,7 @@ def test_the_cause_comes_before_its_consequences(tmp_path: Path) -> None:
     )
     diagnosis = diagnose_run(run)
     assert diagnosis.is_wrong
-    assert gives(diagnosis.state, "failed", "step 3", 10)
+    assert diagnosis.state == "failed after step 3 of 10"
     assert [item.failure.name for item in diagnosis.seen] == [
         FailureKind.OUT_OF_MEMORY.title,
         FailureKind.PEER_FAILED.title,

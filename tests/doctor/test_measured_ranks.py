@@ -117,7 +117,7 @@ def test_a_host_whose_clock_differs_is_named_once() -> None:
     places = [RankPlace(host, clock) for host, clock in (("a", 0.0), ("a", 0.1), ("b", 20.0), ("b", 20.0))]
     (finding,) = check_of_clocks(places)
     assert finding.state is FindingState.WRONG
-    assert gives(finding.seen, "b", "20.0 s", "a")
+    assert gives(finding.seen, "b", "20.0 s ahead", "a")
     assert check_of_clocks(places[:2]) == []
 
 

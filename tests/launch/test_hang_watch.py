@@ -432,7 +432,7 @@ def test_a_rank_that_waits_for_its_accelerator_is_named_so() -> None:
   File "{rank_stacks._OWN}training/readback.py", line 171 in land"""
     text = hang_text(Hang((sight(phase=Phase.HOST),), {9: stack}, {}))
     where = "lockstep/training/readback.py:171 in land"
-    assert gives(text, "rank 0", "accelerator", where, "update 1")
+    assert gives(text, "rank 0", "between two updates", "accelerator", where, "update 1")
 
 
 def test_without_an_end_a_hang_is_only_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -144,10 +144,12 @@ def test_a_used_port_and_the_launchers_variables_are_refused(fork_server: ForkSe
         code, _, err = fork_server.run("refused", script=["return:0"] * 2, section={"port": port})
     assert code == 2
     assert gives(err, "launch.port:", port, os.strerror(errno.EADDRINUSE), 0)
+    assert err.count("\n") == 1
 
     code, _, err = fork_server.run("refused", script=["return:0"] * 2, section={"environment": {"RANK": "1"}})
     assert code == 2
     assert gives(err, "launch.environment.RANK:")
+    assert err.count("\n") == 1
 
 
 def test_the_store_listens_only_on_loopback_on_the_configured_port(fork_server: ForkServer, tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_a_launcher_that_fails_before_the_hosts_meet_ends_the_others(hosts: SshH
 def test_a_job_is_asked_and_canceled_by_the_folder_of_its_run(hosts: SshHosts, tmp_path: Path) -> None:
     launched = start(hosts, tmp_path)
     status = run_lockstep("launch", "ssh", "status", "run", cwd=tmp_path)
-    assert gives(status.stdout, "a, b", launched.pid)
+    assert gives(status.stdout, "a, b", "runs", launched.pid)
     second = launch(hosts, tmp_path, "--hosts", "a,b", *RUN)
     assert second.returncode == 2
     assert "this run has a job already" in second.stderr

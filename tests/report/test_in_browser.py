@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from kit.browser import CHROMIUM, OVERFLOWING, Chromium, browser
+from kit.failures import gives
 from kit.pages import evaluated, interval, logged, make_run, resumed, saved, write_intervals
 
 from lockstep.core.media import LoggedImage, LoggedTable
@@ -129,7 +130,7 @@ def test_a_screen_reader_hears_what_the_charts_show(chromium: Chromium, report_p
     heard = chromium.open(report_page).accessible()
     names = [name for role, name, _ in heard if role == "slider"]
     assert names[0].startswith("Loss. From 2 to 1.003")
-    assert any(name.startswith("Time of an update") and name.endswith("rank 37") for name in names)
+    assert any(gives(name, "Time of an update by rank", "Slowest: rank 37") for name in names)
     assert not [role for role, name, _ in heard if role in ("slider", "image", "table", "region") and not name]
     headings = [name for role, name, _ in heard if role == "heading"]
     assert {"run", "Curves", "Ranks", "Last evaluation"} <= set(headings)

@@ -124,7 +124,7 @@ def test_weights_that_have_changed_since_are_refused(tmp_path: Path) -> None:
     _save(small.Net(), tmp_path)
     file = tmp_path / "model" / "model.safetensors"
     _flip(file, "weight")
-    with fails(RunFailed, "model.safetensors", "lockstep export RUN --to"):
+    with fails(RunFailed, "model.safetensors", "damaged", "lockstep export RUN --to"):
         load_weights(small.Net(), tmp_path)
     file.unlink()
     (tmp_path / "summary.json").write_text("{}")
@@ -467,7 +467,7 @@ def test_no_run_starts_from_what_has_changed(trained: Path, tmp_path: Path, key:
     _flip(file, "weight")
     config = run_config(trained).model_dump(mode="json")
     config["model"] |= {"architecture": None, "pretrained": str(trained / "model"), key: str(tmp_path / "model")}
-    with fails(ConfigError, "model.safetensors", key=f"model.{key}"), lockstep.session(config):
+    with fails(ConfigError, "model.safetensors", "damaged", key=f"model.{key}"), lockstep.session(config):
         pass
 
 

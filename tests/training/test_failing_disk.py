@@ -152,4 +152,4 @@ def test_a_disk_that_fails_costs_no_training(disk: Path, fault: Fault, when: str
         return
     unwritten = {name for name in FILES if any("can't write" in text and name in text for text in warned)}
     assert unwritten - {"ranks.jsonl"} == {"metrics.jsonl", "events.jsonl", "tensorboard"}
-    assert gives(message, f"step {STEPS}", cause)
+    assert gives(message, "state", f"step {STEPS}", cause)

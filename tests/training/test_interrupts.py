@@ -195,7 +195,7 @@ def _interrupted(folder: Path) -> None:
                 lambda: next(batches),
                 lambda: next(session.batches()),
             ):
-                with fails(lockstep.RunFailed, "step 2"):
+                with fails(lockstep.RunFailed, "interrupted", "step 2"):
                     use()
             raise
 

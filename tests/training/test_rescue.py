@@ -127,7 +127,7 @@ def test_one_process_saves_what_it_has_learned(fault: str, saved: int, undisturb
     run = tmp_path / "run"
     said, notes = _failed(_config(run), fault)
     assert "Bad" in said or "can't be read" in said
-    assert [gives(note, f"step {saved}", run / "checkpoints") for note in notes] == [True]
+    assert [gives(note, f"step {saved}", f"saved in {run / 'checkpoints'}") for note in notes] == [True]
     assert _steps(run) == [saved]
     assert _resumed(_config(run)) == undisturbed
     _check_whole(run, attempts=2)

@@ -151,7 +151,7 @@ def _with_a_gradient_that_differs(rank: int, factor: float) -> str:
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
 def test_ranks_whose_gradients_differ_are_stopped_at_the_next_vote(factor: float) -> None:
     for said in in_world(3, _with_a_gradient_that_differs, 1, factor):
-        assert gives(said, "step 4", "gradients")
+        assert gives(said, "step 4", "different gradients")
         named = "rank 1 holds another copy of the training state (model.head.bias, model.head.weight, model.inner.bias"
         assert named in said
 
@@ -209,7 +209,7 @@ def test_the_state_is_saved_when_a_run_gives_up(strategy: str, tmp_path: Path) -
     ranks = 1 if strategy == "single" else 2
     for outcome in in_world(ranks, _given_up, strategy, tmp_path / "run"):
         assert f"{DISCARD_LIMIT} updates in a row" in outcome
-        assert gives(outcome, f"step {DISCARD_LIMIT + 3}", tmp_path / "run" / "checkpoints")
+        assert gives(outcome, f"step {DISCARD_LIMIT + 3}", f"saved in {tmp_path / 'run' / 'checkpoints'}")
     assert main(["ckpt", "audit", str(tmp_path / "run")]) == 0
 
 
