@@ -91,5 +91,5 @@ def _has_copies(config: Config, ranks: int) -> bool:
     strategy = choose_strategy(config, ranks).strategy
     mesh = mesh_of(config.parallel, strategy, ranks)
     is_whole = not strategy.variant(config.parallel).state.parameters
-    gathered_bytes, _ = strategy.element_bytes(strategy.options_of(config.parallel))
+    gathered_bytes, _ = strategy.memory.element_bytes(strategy.options_of(config.parallel))
     return mesh.data > 1 or (mesh.shard > 1 and is_whole and gathered_bytes == _STATE_BYTES)

@@ -127,11 +127,11 @@ def _combine(
 
 def _with_other_config(tree: Table, config: Config) -> tuple[Table, Config]:
     """Return both with the values of another tool's config, which the strategy names, under them."""
-    strategy = next((each for each in strategies() if each.name == config.parallel.strategy and each.values), None)
-    if strategy is None:
+    strategy = next((each for each in strategies() if each.name == config.parallel.strategy), None)
+    if strategy is None or not strategy.hooks.values:
         return tree, config
     for _ in range(2):  # with a warmup comes its type
-        settings = resolved(strategy.values)(config, {".".join(path) for path, _ in _written(tree, ())})
+        settings = resolved(strategy.hooks.values)(config, {".".join(path) for path, _ in _written(tree, ())})
         if not settings:
             break
         for key, value in settings.items():

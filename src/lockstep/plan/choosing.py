@@ -63,15 +63,15 @@ def choose_strategy(
         return _automatic(config, ranks, parameters, memory)
     strategy = find_strategy(config.parallel.strategy)
     why = None if decision is None or config.batch.micro_size != "auto" else decision.why
-    if strategy.one_process and ranks > 1:
-        first = next(other for other in strategies() if other.automatic)
-        reason = f"{strategy.name} is {strategy.one_process}, but there are {ranks} ranks"
+    if strategy.combines.one_process and ranks > 1:
+        first = next(other for other in strategies() if other.combines.automatic)
+        reason = f"{strategy.name} is {strategy.combines.one_process}, but there are {ranks} ranks"
         raise ConfigError(Problem("", "parallel.strategy", f"{reason}; start 1 rank, or take {first.name}"))
     return Choice(strategy, why)
 
 
 def _automatic(config: Config, ranks: int, parameters: Sequence[ParameterFacts], memory: int | None) -> Choice:
-    first, *others = (strategy for strategy in strategies() if strategy.automatic)
+    first, *others = (strategy for strategy in strategies() if strategy.combines.automatic)
     if ranks == 1:
         return Choice(REFERENCE, ONE_RANK)
     if config.run.determinism == "invariant":

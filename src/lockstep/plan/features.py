@@ -102,7 +102,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "offload",
         "parallel",
-        lambda run: run.layout.strategy.offloads(run.layout.strategy.options_of(run.config.parallel)),
+        lambda run: run.layout.strategy.memory.offloads(run.layout.strategy.options_of(run.config.parallel)),
         NONE,
     ),
     Feature("export", "", lambda run: False),  # of a checkpoint, whatever wrote it

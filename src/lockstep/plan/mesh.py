@@ -144,7 +144,7 @@ def _partitioned(parallel: Parallel, strategy: Strategy, ranks: int) -> dict[Axi
     axes: tuple[Axis, ...] = ("pipeline", "context", "tensor")
     requested = {axis: degree for axis in axes if (degree := getattr(parallel, axis)) != 1}
     degrees: dict[Axis, int] = {axis: degree for axis, degree in requested.items() if degree != "auto"}
-    if strategy.reference:
+    if strategy.exactness.reference:
         start = f"start {math.prod(degrees.values())} ranks"
         problems = [
             Problem("", f"parallel.{axis}", f"{degree}, but there is one rank; write parallel.{axis}: 1, or {start}")
@@ -153,8 +153,8 @@ def _partitioned(parallel: Parallel, strategy: Strategy, ranks: int) -> dict[Axi
         if problems:
             raise ConfigError(problems)
         return {}
-    for axis in (axis for axis in requested if axis not in strategy.axes):
-        able = " or ".join(other.name for other in strategies() if axis in other.axes)
+    for axis in (axis for axis in requested if axis not in strategy.combines.axes):
+        able = " or ".join(other.name for other in strategies() if axis in other.combines.axes)
         why = f"{strategy.name} doesn't go with parallel.{axis} {requested[axis]}; take {able}"
         raise ConfigError(Problem("", "parallel.strategy", f"{why}, or leave parallel.{axis} out"))
     of_model = [axis for axis in requested if axis != "context"]

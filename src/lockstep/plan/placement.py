@@ -167,7 +167,7 @@ def volume_of(
     """
     strategy, narrow = find_strategy(config.parallel.strategy), ELEMENT_BYTES.get(config.precision.compute, 4)
     facts, trained = OPTIMIZERS[config.optim.name], [parameter for parameter in parameters if parameter.trainable]
-    everything, reduced = strategy.element_bytes(strategy.options_of(config.parallel))
+    everything, reduced = strategy.memory.element_bytes(strategy.options_of(config.parallel))
     widths = [
         everything or (narrow if parameter.name in lowered else parameter.element_bytes) for parameter in parameters
     ]

@@ -154,7 +154,7 @@ def make_plan(
         *_bubble(config.parallel.pipeline_parallel, plan.bubble, mesh, batch),
         *_undecided(plan, machine.undecided),
         *_too_large(plan, machine.memory),
-        *(resolved(strategy.check)(config, plan) if strategy.check else ()),
+        *(resolved(strategy.hooks.check)(config, plan) if strategy.hooks.check else ()),
     ]
     return replace(plan, warnings=(*plan.warnings, *further))
 
@@ -162,8 +162,8 @@ def make_plan(
 def check_alone(config: Config) -> None:
     """Check a strategy's options without ranks and model, and without importing code. Raises ConfigError."""
     for strategy in strategies():
-        if strategy.name == config.parallel.strategy and strategy.check_alone:
-            resolved(strategy.check_alone)(config)
+        if strategy.name == config.parallel.strategy and strategy.hooks.check_alone:
+            resolved(strategy.hooks.check_alone)(config)
 
 
 def check_on_ranks(config: Config, ranks: int) -> None:
@@ -199,7 +199,7 @@ def _undecided(plan: Plan, why: str) -> Iterator[str]:
 def _too_large(plan: Plan, memory: int | None) -> Iterator[str]:
     if memory is None or plan.placement.total <= memory:
         return
-    first, *_, last = (strategy for strategy in strategies() if strategy.automatic)
+    first, *_, last = (strategy for strategy in strategies() if strategy.combines.automatic)
     whole = next(row.total for row in plan.placements if row.strategy == first.variants[0].name)
     ranks = math.ceil(whole / (SHARE_OF_STATE * memory))
     remedy = (
@@ -245,7 +245,7 @@ def _idle(parallel: Parallel, strategy: Strategy, mesh: Mesh) -> Iterator[str]:
     idle = []
     for other in strategies():
         changed = [name for name, _ in changed_options(parallel, other)]
-        if changed and other.name != strategy.name and strategy.heeds.get(other.name) not in changed:
+        if changed and other.name != strategy.name and strategy.combines.heeds.get(other.name) not in changed:
             idle.append(other.section)
     if mesh.pipeline == 1 and parallel.pipeline_parallel != PipelineParallel():
         idle.append("pipeline_parallel")

@@ -25,7 +25,7 @@ def refuse_for_partitions(config: Config, layout: RunLayout, mesh: Mesh) -> None
 
 def before_unused(strategy: str, mesh: Mesh) -> str:
     """Return what must change before `find_unused_parameters` is accepted, as "leave x out and "."""
-    if not find_strategy(strategy).finds_unused:
+    if not find_strategy(strategy).combines.finds_unused:
         return "take parallel.strategy: ddp and "
     axes = [f"parallel.{axis}" for axis in ("pipeline", "tensor") if getattr(mesh, axis) > 1]
     return f"leave {' and '.join(axes)} out and " if axes else ""
@@ -40,8 +40,8 @@ def _for_partitions(config: Config, layout: RunLayout, mesh: Mesh) -> Iterator[t
     if mesh.pieces == 1:
         return
     for strategy in strategies():
-        for name, value in changed_options(parallel, strategy) if strategy.whole_model else ():
-            message = f"{value} is for {strategy.whole_model}, which isn't used {where}; leave it out"
+        for name, value in changed_options(parallel, strategy) if strategy.combines.whole_model else ():
+            message = f"{value} is for {strategy.combines.whole_model}, which isn't used {where}; leave it out"
             yield f"parallel.{strategy.section}.{name}", message
     if mesh.pipeline > 1:
         yield from _of_pipelines(parallel.pipeline_parallel, layout)
@@ -81,7 +81,7 @@ def nearest_divisors(size: int, degree: int) -> str:
 
 def _of_pipelines(options: PipelineParallel, layout: RunLayout) -> Iterator[tuple[str, str]]:
     for partition in layout.partitions:
-        if (conflict := layout.strategy.conflicts.get(partition.name)) is not None:
+        if (conflict := layout.strategy.combines.conflicts.get(partition.name)) is not None:
             yield conflict[0], conflict[1].format(schedule=options.schedule)
     fixed = _FIXED_STAGES.get(options.schedule)
     if fixed is not None and options.stages_per_rank not in ("auto", fixed):
@@ -111,8 +111,10 @@ def _variable(
             f"auto splits an update by the number of ranks; {why} give a number, the same for all: "
             f"{size} is what auto gives on {ranks} {'rank' if ranks == 1 else 'ranks'}",
         )
-    if not strategy.invariant:
-        able = " or ".join(other.name for other in strategies() if other.invariant and not other.reference)
+    if not strategy.exactness.invariant:
+        able = " or ".join(
+            other.name for other in strategies() if other.exactness.invariant and not other.exactness.reference
+        )
         yield (
             "parallel.strategy",
             f"{strategy.name} adds gradients in an order that depends on the ranks; {why} take {able}, or "
@@ -120,8 +122,8 @@ def _variable(
         )
     for other in strategies():
         changed = dict(changed_options(parallel, other))
-        for name in (name for name in other.varying_options if name in changed):
-            message = other.varying_options[name].format(value=changed[name], why=why)
+        for name in (name for name in other.exactness.varying_options if name in changed):
+            message = other.exactness.varying_options[name].format(value=changed[name], why=why)
             yield f"parallel.{other.section}.{name}", message
     if compiles:
         yield (

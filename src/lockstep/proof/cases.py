@@ -139,7 +139,7 @@ def by_reason(runs: Iterable[tuple[str, int, str]]) -> list[str]:
 def _not_covered(parallel: Parallel, names: Sequence[str], run: Collection[str]) -> str | None:
     partitions = [f"parallel.{axis} {getattr(parallel, axis)}" for axis in PARTITIONED if getattr(parallel, axis) != 1]
     strategy = PLAIN if parallel.strategy == AUTO else find_strategy(parallel.strategy)
-    layout = layout_of(parallel, PLAIN if strategy.one_process else strategy)
+    layout = layout_of(parallel, PLAIN if strategy.combines.one_process else strategy)
     if not partitions or layout.name in run:
         return None
     fact = f"no run has {' and '.join(partitions)}, which the config sets"
@@ -155,7 +155,7 @@ def _cases(base: Config, linear: Config, layout: RunLayout, ranks: int) -> Itera
     runs: dict[tuple[str, int], tuple[Config, int]] = {}
     for config, batch in ((base, configured), (base, accumulated), (linear, accumulated)):
         runs.setdefault((config.optim.name, batch.accumulation), (config, batch.micro_size))
-    if layout.strategy.reference:  # the config as it is on one process
+    if layout.strategy.exactness.reference:  # the config as it is on one process
         del runs[base.optim.name, configured.accumulation]
     for (optimizer, accumulation), (config, micro_size) in runs.items():
         batched = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": micro_size})})
@@ -173,9 +173,9 @@ def _mesh(config: Config, layout: RunLayout, ranks: int) -> Mesh:
 
 def _reason_to_leave_out(layout: RunLayout, ranks: int, gpus: int) -> str | None:
     strategy = layout.strategy
-    if strategy.reference and ranks > 1:
+    if strategy.exactness.reference and ranks > 1:
         return f"{strategy.name} is the single-process reference"
-    if strategy.one_process and not strategy.reference and (ranks > 1 or gpus < 2):
+    if strategy.combines.one_process and not strategy.exactness.reference and (ranks > 1 or gpus < 2):
         available = f", {gpus} available" if gpus < 2 else ""
         return f"{strategy.name} is one process with two or more GPUs{available}"
     if 0 < gpus < ranks:
@@ -210,7 +210,7 @@ def _comparable(config: Config, precision: Precise) -> tuple[Config, list[str]]:
         notes.append("optim.in_backward is set to false, because it frees the gradients that verify compares")
     if config.precision.compute not in ("auto", precision):
         notes.append(f"precision.compute is set to {precision} instead of {config.precision.compute}")
-    rounds = any(strategy.rounds_to_fp16(strategy.options_of(config.parallel)) for strategy in registered())
+    rounds = any(strategy.exactness.rounds_to_fp16(strategy.options_of(config.parallel)) for strategy in registered())
     scaled = precision == "fp16" or (precision != "fp32" and rounds)
     if scaled and config.precision.loss_scale.initial > _LOSS_SCALE:
         scale = config.precision.loss_scale.model_copy(update={"initial": _LOSS_SCALE})
@@ -230,7 +230,7 @@ def _comparable(config: Config, precision: Precise) -> tuple[Config, list[str]]:
 def _without_rounding(parallel: Parallel) -> tuple[Parallel, list[str]]:
     keys = []
     for strategy in registered():
-        for name in (name for name, _ in changed_options(parallel, strategy) if name in strategy.rounding):
+        for name in (name for name, _ in changed_options(parallel, strategy) if name in strategy.exactness.rounding):
             options = strategy.options_of(parallel)
             options = options.model_copy(update={name: getattr(type(options)(), name)})
             parallel = parallel.model_copy(update={strategy.section: options})

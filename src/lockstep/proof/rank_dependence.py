@@ -77,7 +77,7 @@ def design_notes(session: Session) -> list[str]:
     if components.source.draws and _draws(components.source):
         notes.append("the data are random per rank and micro-batch, so samples differ between numbers of ranks")
     strategy = find_strategy(components.plan.strategy)
-    if (loss := strategy.lossy(strategy.options_of(components.config.parallel))) is not None:
+    if (loss := strategy.exactness.lossy(strategy.options_of(components.config.parallel))) is not None:
         notes.append(loss)
     return notes
 

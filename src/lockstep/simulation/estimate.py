@@ -97,7 +97,7 @@ class Estimator:
         planned = self.planned(self.config)
         yield replace(self._estimate(planned.variant, self.config, planned=True), modules=planned.modules)
         for strategy in strategies():
-            for variant in strategy.variants if bool(strategy.one_process) == (self.ranks == 1) else ():
+            for variant in strategy.variants if bool(strategy.combines.one_process) == (self.ranks == 1) else ():
                 if variant.name != planned.variant and variant.mesh != "hybrid":
                     row = self._estimate(variant.name, under(self.config, strategy, variant), planned=False)
                     yield replace(row, modules=planned.modules)
@@ -215,7 +215,7 @@ def _changes(config: Config, plan: Plan) -> Iterator[dict[str, object]]:
         yield {"batch.micro_size": size}
     if config.memory.activation_checkpointing.mode == "none":
         yield {"memory.activation_checkpointing.mode": "full"}
-    last = [strategy for strategy in strategies() if strategy.automatic][-1]
+    last = [strategy for strategy in strategies() if strategy.combines.automatic][-1]
     if plan.ranks > 1 and plan.strategy != last.name:
         yield {_STRATEGY: last.name}
         for option in _options_that_save(config, last):
@@ -224,7 +224,7 @@ def _changes(config: Config, plan: Plan) -> Iterator[dict[str, object]]:
 
 def _options_that_save(config: Config, strategy: Strategy) -> Iterator[dict[str, object]]:
     options = strategy.options_of(config.parallel)
-    for name, value in strategy.saves_memory.items():
+    for name, value in strategy.memory.saves_memory.items():
         if getattr(options, name) != value:
             yield {f"parallel.{strategy.section}.{name}": value}
 
@@ -280,7 +280,7 @@ def _candidates(config: Config, ranks: int) -> Iterator[tuple[str, Config]]:
         yield REFERENCE.name, under(config, REFERENCE, REFERENCE.variants[0])
     else:
         for strategy in strategies():
-            if strategy.automatic:
+            if strategy.combines.automatic:
                 yield strategy.name, under(config, strategy, strategy.variants[0])
 
 

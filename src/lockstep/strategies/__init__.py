@@ -2,9 +2,13 @@
 
 from lockstep.strategies.record import (
     Cell,
+    Combinations,
+    Exactness,
+    Hooks,
     MeshKind,
     StateSharding,
     Strategy,
+    StrategyMemory,
     Traffic,
     Update,
     Variant,
@@ -14,6 +18,6 @@ from lockstep.strategies.registry import register_strategy
 from lockstep.strategies.section import Section
 
 __all__ = [
-    "Cell", "MeshKind", "Section", "StateSharding", "Strategy", "Traffic", "Update", "Variant", "gradients_all_reduced",
-    "register_strategy",
+    "Cell", "Combinations", "Exactness", "Hooks", "MeshKind", "Section", "StateSharding", "Strategy", "StrategyMemory",
+    "Traffic", "Update", "Variant", "gradients_all_reduced", "register_strategy",
 ]  # fmt: skip

@@ -9,7 +9,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lockstep.strategies.record import StateSharding, Strategy, Variant, gradients_all_reduced
+from lockstep.strategies.record import (
+    Combinations,
+    Exactness,
+    StateSharding,
+    Strategy,
+    StrategyMemory,
+    Variant,
+    gradients_all_reduced,
+)
 from lockstep.strategies.section import Positive, Section
 
 
@@ -54,20 +62,24 @@ STRATEGY = Strategy(
     name="ddp",
     build="lockstep.sharding.ddp:BUILDER",
     options=DDP,
-    axes=("pipeline", "context", "tensor"),
-    automatic=True,
-    invariant=True,
-    varying_options={
-        "compression": "{value} rounds what each rank sends, so that the sum depends on the ranks; {why} take none",
-        "sync_batchnorm": "adds over ranks in their order, which is not available {why}: take false",
-        "static_graph": "is for DDP's own reduction, which {why} is not used: take false",
-        "gradient_as_bucket_view": "false is for DDP's own reduction, which {why} is not used; gradients are one "
-        "flat tensor: take true",
-    },
-    whole_model="DDP's own reduction",
-    holds_everything=True,
-    finds_unused=True,
-    lossy=_lossy,
+    combines=Combinations(
+        axes=("pipeline", "context", "tensor"),
+        automatic=True,
+        whole_model="DDP's own reduction",
+        finds_unused=True,
+    ),
+    exactness=Exactness(
+        invariant=True,
+        varying_options={
+            "compression": "{value} rounds what each rank sends, so that the sum depends on the ranks; {why} take none",
+            "sync_batchnorm": "adds over ranks in their order, which is not available {why}: take false",
+            "static_graph": "is for DDP's own reduction, which {why} is not used: take false",
+            "gradient_as_bucket_view": "false is for DDP's own reduction, which {why} is not used; gradients are one "
+            "flat tensor: take true",
+        },
+        lossy=_lossy,
+    ),
+    memory=StrategyMemory(holds_everything=True),
     remarks=lambda options: (_NOT_SAVED,) if options.compression == "powersgd" else (),
     variants=(
         Variant(

@@ -19,8 +19,10 @@ from pydantic import Field
 from lockstep.strategies.record import (
     CPU,
     NONE,
+    Hooks,
     StateSharding,
     Strategy,
+    StrategyMemory,
     Traffic,
     Update,
     Variant,
@@ -74,17 +76,21 @@ STRATEGY = Strategy(
     build="lockstep.sharding.deepspeed:BUILDER",
     options=DeepSpeed,
     family="DeepSpeed ZeRO",
-    element_bytes=lambda options: (2, 2) if options.bf16_weights else (None if options.zero_stage == 3 else 4, 4),
-    offloads=lambda options: options.offload_optimizer != "none" or options.offload_param != "none",
+    memory=StrategyMemory(
+        element_bytes=lambda options: (2, 2) if options.bf16_weights else (None if options.zero_stage == 3 else 4, 4),
+        offloads=lambda options: options.offload_optimizer != "none" or options.offload_param != "none",
+    ),
     cells={
         "offload": CPU,
         "compile": refused("DeepSpeed's hooks in the forward are not tested compiled; write false, or take ddp"),
     },
     needs_optimizer=True,
-    check="lockstep.config.deepspeed:check_plan",
-    check_alone="lockstep.config.deepspeed_check:check_alone",
-    values="lockstep.config.deepspeed_check:left_to_deepspeed",
-    import_on_cpu="lockstep.sharding.deepspeed:import_deepspeed",
+    hooks=Hooks(
+        check="lockstep.config.deepspeed:check_plan",
+        check_alone="lockstep.config.deepspeed_check:check_alone",
+        values="lockstep.config.deepspeed_check:left_to_deepspeed",
+        import_on_cpu="lockstep.sharding.deepspeed:import_deepspeed",
+    ),
     variants=(
         _zero(0, "every rank holds everything"),
         _zero(1, "optimizer state is sharded, with the values that it updates"),

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from lockstep.strategies.record import StateSharding, Strategy, Variant, nothing_sent, refused
+from lockstep.strategies.record import (
+    Combinations,
+    StateSharding,
+    Strategy,
+    StrategyMemory,
+    Variant,
+    nothing_sent,
+    refused,
+)
 
 STRATEGY = Strategy(
     name="dp",
     build="lockstep.sharding.data_parallel:BUILDER",
-    one_process="one process over all its GPUs",
-    holds_everything=True,
-    finds_unused=True,
+    combines=Combinations(one_process="one process over all its GPUs", finds_unused=True),
+    memory=StrategyMemory(holds_everything=True),
     unwrapped="dp spreads a batch over the GPUs of one process; with fewer than two it runs as single",
     cells={"chunked loss": refused("the heads of its replicas don't receive their targets; take single, or ddp")},
     variants=(

@@ -17,9 +17,13 @@ from lockstep.strategies.record import (
     ELEMENT_BYTES,
     WHOLE_MATRICES,
     Cell,
+    Combinations,
+    Exactness,
+    Hooks,
     MeshKind,
     StateSharding,
     Strategy,
+    StrategyMemory,
     Traffic,
     Update,
     Variant,
@@ -121,23 +125,29 @@ _LATE_GRADIENTS = (
 STRATEGY = Strategy(
     name="fsdp",
     build="lockstep.sharding.fsdp:BUILDER",
-    check_model="lockstep.sharding.fsdp:check",
+    hooks=Hooks(check_model="lockstep.sharding.fsdp:check"),
     options=FSDP,
     family="FSDP",
-    axes=("pipeline", "context", "tensor"),
-    verified_axes=("pipeline", "context", "tensor"),
-    conflicts={"pipeline-zero-bubble": _LATE_GRADIENTS, "pipeline-zbv": _LATE_GRADIENTS},
-    automatic=True,
-    finds_unused=True,
-    heeds={"ddp": "find_unused_parameters"},
-    offloads=lambda options: options.cpu_offload,
-    saves_memory={"reduce_every": "micro-batch"},
-    element_bytes=lambda options: (
-        ELEMENT_BYTES.get(options.mixed_precision.param_dtype),
-        ELEMENT_BYTES[options.mixed_precision.reduce_dtype],
+    combines=Combinations(
+        axes=("pipeline", "context", "tensor"),
+        verified_axes=("pipeline", "context", "tensor"),
+        conflicts={"pipeline-zero-bubble": _LATE_GRADIENTS, "pipeline-zbv": _LATE_GRADIENTS},
+        automatic=True,
+        finds_unused=True,
+        heeds={"ddp": "find_unused_parameters"},
     ),
-    rounding=("mixed_precision",),
-    rounds_to_fp16=lambda options: options.mixed_precision.rounds_to_fp16,
+    memory=StrategyMemory(
+        offloads=lambda options: options.cpu_offload,
+        saves_memory={"reduce_every": "micro-batch"},
+        element_bytes=lambda options: (
+            ELEMENT_BYTES.get(options.mixed_precision.param_dtype),
+            ELEMENT_BYTES[options.mixed_precision.reduce_dtype],
+        ),
+    ),
+    exactness=Exactness(
+        rounding=("mixed_precision",),
+        rounds_to_fp16=lambda options: options.mixed_precision.rounds_to_fp16,
+    ),
     cells={
         WHOLE_MATRICES: CPU,  # gathered one at a time, or summed over the shards
         "offload": Cell(

@@ -182,40 +182,99 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Combinations:
+    """What a strategy combines with; the plan reads it.
+
+    Attributes:
+        axes, verified_axes: Mesh axes (pipeline, context, tensor) that it combines with; that `verify` combines.
+        conflicts: Partitions that it doesn't combine with: name -> (key, why).
+        automatic: `parallel.strategy: auto` may choose it, in the order of the registry.
+        one_process: A description of its one process, for a strategy that has no further ranks.
+        whole_model: The subject of its options, if they apply only to a model that isn't partitioned.
+        finds_unused: It can leave out parameters without gradient (`parallel.ddp.find_unused_parameters`).
+        heeds: Options of other strategies that apply to it, such as {"ddp": "find_unused_parameters"}.
+    """
+
+    axes: tuple[str, ...] = ()
+    verified_axes: tuple[str, ...] = ()
+    conflicts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    automatic: bool = False
+    one_process: str = ""
+    whole_model: str = ""
+    finds_unused: bool = False
+    heeds: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exactness:
+    """How its numbers compare with a single process; `verify` and `run.determinism: invariant` read it.
+
+    Attributes:
+        reference: It is the single process that every other strategy must reproduce.
+        invariant: Its runs can be bitwise identical on any number of ranks (`run.determinism: invariant`).
+        varying_options: Options that make bits depend on ranks: name -> why, with {value} and {why}.
+        rounding: Options that make a run in fp32 round: a verification in fp32 leaves them out.
+        rounds_to_fp16: Whether gradients pass through fp16, which needs a loss scale.
+        lossy: How the options lose bits of a gradient, in a sentence, if they do.
+    """
+
+    reference: bool = False
+    invariant: bool = False
+    varying_options: Mapping[str, str] = field(default_factory=dict)
+    rounding: tuple[str, ...] = ()
+    rounds_to_fp16: Callable[[Any], bool] = lambda options: False
+    lossy: Callable[[Any], str | None] = lambda options: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyMemory:
+    """What it holds and gathers; the estimate of memory and the start of a rank read it.
+
+    Attributes:
+        holds_everything: Each rank has the whole training state.
+        offloads: Whether the options ask for offloading.
+        saves_memory: Options that save memory in a step of several micro-batches: name -> value.
+        element_bytes: Bytes of an element of what is gathered (None: as used), and reduced.
+    """
+
+    holds_everything: bool = False
+    offloads: Callable[[Any], bool] = lambda options: False
+    saves_memory: Mapping[str, str] = field(default_factory=dict)
+    element_bytes: Callable[[Any], tuple[int | None, int]] = lambda options: (4, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """Its own checks and imports, each as `module:function`.
+
+    Attributes:
+        check: (config, plan) -> warnings; raises ConfigError.
+        check_alone: (config): the same without ranks, data and model.
+        check_model: (model, config): raises ConfigError for unsuitable modules.
+        values: (config, keys that the user has set) -> values by further keys, of its own config.
+        import_on_cpu: Imports what ranks need, in a launcher that forks them; starts no threads.
+    """
+
+    check: str = ""
+    check_alone: str = ""
+    check_model: str = ""
+    values: str = ""
+    import_on_cpu: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
     """A strategy, complete: a new one is this record, and a line in the registry.
 
     Attributes:
         build: A `sharding.context.Builder`, which builds the strategy on a rank; or `module:NAME` of one.
-        import_on_cpu: `module:function` that imports what ranks need, in a launcher that forks them; starts no threads.
-        check_model: `module:function`, (model, config): raises ConfigError for unsuitable modules.
         variants: The first is the default.
         family: The heading of its table in docs/strategies.md.
         options, key: The section of its options, under `parallel.KEY`; empty: its name.
-        reference: It is the single process that every other strategy must reproduce.
-        one_process: A description of its one process, for a strategy that has no further ranks.
-        axes, verified_axes: The mesh axes (pipeline, context, tensor) that it combines with; that `verify` combines.
-        conflicts: Partitions that it doesn't combine with: name -> (key, why).
-        automatic: `parallel.strategy: auto` may choose it, in the order of the registry.
-        invariant: Its runs can be bitwise identical on any number of ranks (`run.determinism: invariant`).
-        varying_options: Options that make bits depend on ranks: name -> why, with {value} and {why}.
-        whole_model: The subject of its options, if they apply only to a model that isn't partitioned.
-        holds_everything: Each rank has the whole training state.
-        needs_optimizer: It takes a model only together with its optimizer.
-        finds_unused: It can leave out parameters without gradient (`parallel.ddp.find_unused_parameters`).
-        heeds: Options of other strategies that apply to it, such as {"ddp": "find_unused_parameters"}.
         cells: Features that differ from the table's defaults.
-        element_bytes: Bytes of an element of what is gathered (None: as used), and reduced.
-        offloads: Whether the options ask for offloading.
-        saves_memory: Options that save memory in a step of several micro-batches: name -> value.
-        lossy: How the options lose bits of a gradient, in a sentence, if they do.
+        needs_optimizer: It takes a model only together with its optimizer.
         remarks: What else the start of a run prints about the options.
         unwrapped: Printed if the strategy has left the model as it was.
-        rounding: Options that make a run in fp32 round: a verification in fp32 leaves them out.
-        rounds_to_fp16: Whether gradients pass through fp16, which needs a loss scale.
-        check: `module:function`, (config, plan) -> warnings; raises ConfigError.
-        check_alone: `module:function`, (config): the same without ranks, data and model.
-        values: `module:function`, (config, keys that the user has set) -> values by further keys, of its own config.
     """
 
     name: str
@@ -224,33 +283,14 @@ class Strategy:
     family: str = "Data parallel"
     options: type[Section] | None = None
     key: str = ""
-    reference: bool = False
-    one_process: str = ""
-    axes: tuple[str, ...] = ()
-    verified_axes: tuple[str, ...] = ()
-    conflicts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    automatic: bool = False
-    invariant: bool = False
-    varying_options: Mapping[str, str] = field(default_factory=dict)
-    whole_model: str = ""
-    holds_everything: bool = False
-    needs_optimizer: bool = False
-    finds_unused: bool = False
-    heeds: Mapping[str, str] = field(default_factory=dict)
     cells: Mapping[str, Cell] = field(default_factory=dict)
-    offloads: Callable[[Any], bool] = lambda options: False
-    saves_memory: Mapping[str, str] = field(default_factory=dict)
-    element_bytes: Callable[[Any], tuple[int | None, int]] = lambda options: (4, 4)
-    lossy: Callable[[Any], str | None] = lambda options: None
+    needs_optimizer: bool = False
     remarks: Callable[[Any], tuple[str, ...]] = lambda options: ()
     unwrapped: str = ""
-    rounding: tuple[str, ...] = ()
-    rounds_to_fp16: Callable[[Any], bool] = lambda options: False
-    check: str = ""
-    check_alone: str = ""
-    values: str = ""
-    check_model: str = ""
-    import_on_cpu: str = ""
+    combines: Combinations = Combinations()
+    exactness: Exactness = Exactness()
+    memory: StrategyMemory = StrategyMemory()
+    hooks: Hooks = Hooks()
 
     @property
     def section(self) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 BUILTIN = (SINGLE, DP, DDP, FSDP, DEEPSPEED)
 AUTO = "auto"
-REFERENCE = next(strategy for strategy in BUILTIN if strategy.reference)
+REFERENCE = next(strategy for strategy in BUILTIN if strategy.exactness.reference)
 PLAIN = next(strategy for strategy in BUILTIN if strategy.variants[0].implied)
 """The strategy that a name of a product leaves out."""
 _KEY = "parallel.strategy"
@@ -137,7 +137,7 @@ def written_name(strategy: Strategy) -> str:
 
 def uses_ranks(name: str) -> bool:
     """Return whether the strategy that `parallel.strategy` names uses a process group, even on one rank."""
-    return name != AUTO and not find_strategy(name).one_process
+    return name != AUTO and not find_strategy(name).combines.one_process
 
 
 def find_variant(name: str) -> tuple[Strategy, Variant]:
@@ -172,7 +172,7 @@ def _layouts() -> Iterator[RunLayout]:
                 continue
             partition = replace(partition, parallel={**partition.parallel, axis: 2})
             for strategy in strategies():
-                if axis in strategy.verified_axes:
+                if axis in strategy.combines.verified_axes:
                     yield RunLayout((partition,), strategy, strategy.variants[0])
             if partition.divides_model:
                 yield from (RunLayout((other, partition), PLAIN, PLAIN.variants[0]) for other in products)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from lockstep.strategies.record import CPU, StateSharding, Strategy, Variant, nothing_sent
+from lockstep.strategies.record import (
+    CPU,
+    Combinations,
+    Exactness,
+    StateSharding,
+    Strategy,
+    StrategyMemory,
+    Variant,
+    nothing_sent,
+)
 
 STRATEGY = Strategy(
     name="single",
     build="lockstep.sharding.single:BUILDER",
-    reference=True,
-    one_process="one process",
-    invariant=True,
-    holds_everything=True,
-    finds_unused=True,
+    exactness=Exactness(reference=True, invariant=True),
+    combines=Combinations(one_process="one process", finds_unused=True),
+    memory=StrategyMemory(holds_everything=True),
     cells={"optimizer in backward": CPU},
     variants=(
         Variant(

@@ -41,7 +41,7 @@ def import_on_cpu(config: Config) -> None:
     chosen = config.parallel.strategy
     if chosen == AUTO or not may_fork() or not _trains_on_cpu(config):
         return
-    if name := find_strategy(chosen).import_on_cpu:
+    if name := find_strategy(chosen).hooks.import_on_cpu:
         with suppress(Exception):
             resolved(name)(torch.device("cpu"))
 

@@ -89,7 +89,7 @@ def _notes(components: Components) -> tuple[str, ...]:
         notes.append(_NO_RESTARTS)
     if strategy.unwrapped and components.sharding.step.module is components.sharding.state.model:
         notes.append(strategy.unwrapped)
-    if (loss := strategy.lossy(options)) is not None:
+    if (loss := strategy.exactness.lossy(options)) is not None:
         notes.append(f"{loss}: the curve is close to the single process's, not equal")
     return (*notes, *strategy.remarks(options))
 

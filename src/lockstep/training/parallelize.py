@@ -171,7 +171,7 @@ def parallelize(
         chain = blocks_in_line(model, blocks)
         stages = PartitionedModel(model, chain, spec, device, whole.sample(), muted_logging, mode)
     model = apply_transforms(model, after, device)
-    _lay_out(model, sharded=not find_strategy(plan.strategy).holds_everything)
+    _lay_out(model, sharded=not find_strategy(plan.strategy).memory.holds_everything)
     sharding_context = ShardingContext(
         model,
         config,
@@ -216,7 +216,7 @@ def _with_hooks(hooked: Mapping[str, nn.Parameter], sharding: Sharding) -> Shard
 def check_model(model: nn.Module, config: Config, plan: Plan) -> None:
     """Raise ConfigError if the model can't be parallelized so, as far as that shows without a forward."""
     tensor_plan_of(config.parallel.tensor_parallel, plan.mesh, model)
-    check = find_strategy(plan.strategy).check_model
+    check = find_strategy(plan.strategy).hooks.check_model
     if check:
         resolved(check)(model, config)
     spec = partition_spec(config.parallel.pipeline_parallel, plan.mesh, 0)
@@ -337,7 +337,7 @@ def _materialized(builder: Builder, context: ShardingContext, whole: WholeModel)
             whole.draw_sharded(sharding)
         return sharding
     strategy = find_strategy(context.plan.strategy)
-    offloaded = builder.shard is not None and strategy.offloads(strategy.options_of(config.parallel))
+    offloaded = builder.shard is not None and strategy.memory.offloads(strategy.options_of(config.parallel))
     if whole.meta is not None:
         whole.meta.allocate(device, offloaded=offloaded)
         if not whole.deferred:

@@ -138,7 +138,7 @@ class Rescue:
         """Return whether this rank has the whole state, and no part of it differs between ranks."""
         components = components_of(self.session)
         plan, own = components.plan, generators.states(components.world.rank)
-        if not find_strategy(plan.strategy).holds_everything or plan.mesh.ranks != plan.mesh.data:
+        if not find_strategy(plan.strategy).memory.holds_everything or plan.mesh.ranks != plan.mesh.data:
             return False
         return not own and not components.sharding.state.live_state().changes_in_forward
 
