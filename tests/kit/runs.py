@@ -95,7 +95,7 @@ def recorded_session(session: Any, updates: int) -> Trajectory:
     """What an open session does in its next updates."""
     found = Trajectory()
     for batch in session.batches():
-        scale = float(components_of(session).scaler.scale)
+        scale = float(components_of(session).update.scaler.scale)
         session.accumulate(batch)
         found.gradients.append(
             {name: _array(grad) / scale for name, grad in components_of(session).sharding.gradients()}

@@ -323,7 +323,7 @@ def _decide_in_kernels() -> None:
 def _pass_over(session: Any) -> None:
     """The next batch, as if the update between had been made."""
     upcoming = next(session._batches)
-    session._count = float(components_of(session).consensus.announce(upcoming.count, upcoming.tokens)[0])
+    session._count = float(components_of(session).update.consensus.announce(upcoming.count, upcoming.tokens)[0])
     session.progress = session.progress.advance(session._batch.samples, 0)
     session._batch = upcoming
 

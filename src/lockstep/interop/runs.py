@@ -158,7 +158,7 @@ def _differences(session: Session, named: PeerOptimizer, progress: Progress) -> 
     components = components_of(session)
     optim, plan, model = components.config.optim, components.plan, components.sharding.state.model
     done = fraction_done(components.config.run, progress, plan.epoch_samples)
-    rate = components.rate(done, progress.steps, plan.steps)
+    rate = components.update.rate(done, progress.steps, plan.steps)
     saved = {name: values for group, values in zip(named.groups, named.settings, strict=False) for name in group}
     differing: dict[tuple[str, str, str], list[str]] = {}
     for group in parameter_groups(model.named_parameters(), optim):

@@ -44,7 +44,7 @@ def record_reference(session: Session, folder: Path, steps: int) -> list[str]:
     write_tensors(components_of(session).sharding.state.weights(), folder / _weights_file(0))
     records: list[UpdateRecord] = []
     for batch in _first_batches(session, steps):
-        scale = float(components_of(session).scaler.scale)
+        scale = float(components_of(session).update.scaler.scale)
         session.accumulate(batch)
         gradients = components_of(session).sharding.gradients()
         write_tensors(_unscaled(gradients, scale), folder / _gradient_file(batch.step))
@@ -88,7 +88,7 @@ class RunComparison:
             tamper(session)
         for batch in _first_batches(session, min(self._steps, len(self._reference))):
             reference = self._reference[batch.step]
-            scale = float(components_of(session).scaler.scale)
+            scale = float(components_of(session).update.scaler.scale)
             session.accumulate(batch)
             slack = self._gradient_slack()
             gradient = self._compare(

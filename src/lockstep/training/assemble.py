@@ -38,7 +38,7 @@ from lockstep.plan.plan import make_plan
 from lockstep.plan.schedule import learning_rate
 from lockstep.sharding import ModelState
 from lockstep.training.checkpoints import checkpoints_in
-from lockstep.training.components import Components, Purpose, Rate
+from lockstep.training.components import Components, EvaluationParts, Purpose, Rate, UpdateParts
 from lockstep.training.deciding import machine_of
 from lockstep.training.flops import training_flops
 from lockstep.training.parallelize import (
@@ -106,13 +106,17 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
         engine=engine,
         loader=loader,
         source=source,
-        evaluation=prepared.evaluation,
-        evaluation_size=_evaluation_size(config.evaluation.micro_size, prepared, made.position),
-        draws=keyed_draws(config, plan, made, world),
-        consensus=consensus_of(world, made.sharding.loss_sum),
-        readback=Readback(world.device, late=world.device.type != "cpu"),
-        scaler=LossScaler(config.precision.loss_scale, enabled=scaled, device=world.device),
-        rate=_rate(config.optim, config.schedule, given.schedule),
+        evaluation=EvaluationParts(
+            prepared.evaluation,
+            _evaluation_size(config.evaluation.micro_size, prepared, made.position),
+            keyed_draws(config, plan, made, world),
+        ),
+        update=UpdateParts(
+            consensus_of(world, made.sharding.loss_sum),
+            Readback(world.device, late=world.device.type != "cpu"),
+            LossScaler(config.precision.loss_scale, enabled=scaled, device=world.device),
+            _rate(config.optim, config.schedule, given.schedule),
+        ),
         coupled=prepared.coupled,
         flops_per_token=prepared.flops,
         open_checkpoints=checkpoints_in,

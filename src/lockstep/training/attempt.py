@@ -109,7 +109,7 @@ def record_attempt(
     if components.world.rank != 0:
         return None
     plan, held = components.plan, components.plan.placement
-    sizes = {"least_micro_size": least_micro_size(components), "evaluation_size": components.evaluation_size}
+    sizes = {"least_micro_size": least_micro_size(components), "evaluation_size": components.evaluation.micro_size}
     start = launched(run)
     is_again = any(abs(attempt.launched - start) < _SAME_LAUNCH_S for attempt in earlier)
     attempt = Attempt(

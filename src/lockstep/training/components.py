@@ -42,12 +42,30 @@ class Purpose(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationParts:
+    """The parts that only evaluations read: sets by name in the order of the config, samples per forward of a rank."""
+
+    sets: Mapping[str, Source]
+    micro_size: int
+    draws: KeyedDraws
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateParts:
+    """The parts that only the session's update reads."""
+
+    consensus: Consensus
+    readback: Readback
+    scaler: LossScaler
+    rate: Rate
+
+
+@dataclass(frozen=True, slots=True)
 class Components:
     """The parts of a run on one rank, as `assemble` builds them.
 
     Attributes:
         tensors: names and shapes of the whole model's tensors.
-        evaluation, evaluation_size: sets by name, in the order of the config; samples per forward of a rank.
         coupled: why the loss of a batch is not a sum over its samples; None if it is.
         open_checkpoints: see `Session.checkpoints`.
         draw: sets the parameters to their initial values, if that was left to a checkpoint; no collective.
@@ -63,13 +81,8 @@ class Components:
     engine: Engine
     loader: TrainingLoader
     source: Source
-    evaluation: Mapping[str, Source]
-    evaluation_size: int
-    draws: KeyedDraws
-    consensus: Consensus
-    readback: Readback
-    scaler: LossScaler
-    rate: Rate
+    evaluation: EvaluationParts
+    update: UpdateParts
     coupled: str | None
     flops_per_token: float | None
     open_checkpoints: Callable[..., Saves]

@@ -85,7 +85,7 @@ def evaluate(components: Components, step: int, stops: Callable[[], bool] | None
     before, buffers = generators.states(rank), BufferSnapshot(components.sharding.state.model)
     buffers.take()
     try:
-        return [_evaluate_on(components, name, step, stops) for name in components.evaluation]
+        return [_evaluate_on(components, name, step, stops) for name in components.evaluation.sets]
     except BaseException:
         with suppress(RuntimeError):  # a device that has failed has no state to save
             generators.put(before, rank)  # the state may be saved, and the evaluation made again
@@ -94,15 +94,15 @@ def evaluate(components: Components, step: int, stops: Callable[[], bool] | None
 
 
 def _evaluate_on(components: Components, name: str, step: int, stops: Callable[[], bool] | None) -> EvaluationReport:
-    began, world, place = time.perf_counter(), components.world, components.position
-    source, size, loader = components.evaluation[name], components.evaluation_size, components.config.data.loader
+    began, world, place, parts = time.perf_counter(), components.world, components.position, components.evaluation
+    source, size, loader = parts.sets[name], parts.micro_size, components.config.data.loader
     batches = evaluation_batches(source, size, place.share, place.shares, loader, world.device)
     ranges = micro_ranges(source.facts.samples, size, place.share, place.shares)
 
     def keyed() -> Iterator[Batch]:
         voted = batches if stops is None else stoppable(batches, stops, world.axis)
         for batch, (first, _) in zip(voted, ranges, strict=True):
-            components.draws.set_for_evaluation(name, first, place.coordinates["pipeline"])
+            parts.draws.set_for_evaluation(name, first, place.coordinates["pipeline"])
             yield batch
 
     try:

@@ -138,7 +138,7 @@ class Evaluations:
             metrics = list(components.objective.metrics(1.0, 1.0, _AllSums(lambda: 1.0)))
         except Exception:  # a user's objective may need more than these values
             return
-        known = [f"{evaluation}.{metric}" for evaluation in components.evaluation for metric in metrics]
+        known = [f"{evaluation}.{metric}" for evaluation in components.evaluation.sets for metric in metrics]
         if name not in known:
             raise ConfigError(Problem("", key, f"no evaluation will have {name}; {did_you_mean(name, known)}"))
 
@@ -148,7 +148,7 @@ class Evaluations:
         if isinstance(section, Mapping) and section.get("best") == self._section.best:
             self._best = manifest.state.get("best")
         self._is_requested = manifest.state.get("evaluation_due", False)
-        self.reports = _reports_in(manifest, list(components_of(self._session).evaluation))
+        self.reports = _reports_in(manifest, list(components_of(self._session).evaluation.sets))
         if self._best is not None and manifest.metrics.get(self._section.best or "") == self._best:
             self.best_at = manifest.step
         return self.early_stopping.restore(manifest.state.get("early_stopping"))
@@ -156,7 +156,7 @@ class Evaluations:
     def schedule(self) -> None:
         """Let `evaluation.every` decide from now on; in a custom loop, the loop decides."""
         components = components_of(self._session)
-        self.trigger = self._new_trigger(components.config.evaluation.every if components.evaluation else None)
+        self.trigger = self._new_trigger(components.config.evaluation.every if components.evaluation.sets else None)
         self._last = self._session.progress
 
     def _new_trigger(self, every: Every | None) -> Trigger:

@@ -148,7 +148,7 @@ def trained_in(session: Session) -> Trained:
     return Trained(
         model,
         components.sharding.step,
-        (components.evaluation_size, components.plan.batch.micro_size).__getitem__,
+        (components.evaluation.micro_size, components.plan.batch.micro_size).__getitem__,
         components.loader.positions_of,
         getattr(components.engine, "first_module", model),
     )

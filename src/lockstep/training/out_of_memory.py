@@ -61,7 +61,7 @@ def factors_of(config: Config, ranks: int, session: Session | None) -> MemoryFac
         factors,
         micro_size=components.plan.batch.micro_size,
         least_size=least_micro_size(components),
-        evaluation_size=components.evaluation_size,
+        evaluation_size=components.evaluation.micro_size,
         strategy=components.plan.strategy,
         can_checkpoint=factors.can_checkpoint and bool(repeated_blocks(components.sharding.state.model)),
     )

@@ -220,7 +220,8 @@ def _other_rate(session: Session, manifest: Manifest) -> list[str]:
 
     def rate(run: Run) -> float:
         steps = horizon(run, config.batch.global_size, facts, config.data.drop_last)
-        return components.rate(fraction_done(run, progress, components.plan.epoch_samples), progress.steps, steps)
+        done = fraction_done(run, progress, components.plan.epoch_samples)
+        return components.update.rate(done, progress.steps, steps)
 
     before, after = rate(type(config.run).model_validate(then)), rate(config.run)
     if math.isclose(before, after, rel_tol=1e-3):

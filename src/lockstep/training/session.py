@@ -90,7 +90,7 @@ class Session:
     def __init__(self, components: Components) -> None:
         self._components = components
         self.progress = running.progress = Progress()
-        self._verdicts = Verdicts(components.config.recovery.bad_numbers, scaled=components.scaler.enabled)
+        self._verdicts = Verdicts(components.config.recovery.bad_numbers, scaled=components.update.scaler.enabled)
         self._ranks = components.world.size
         self._ledger = Ledger(components.world.size, order_of(components))
         self.left_out = LeftOutSamples(components)
@@ -106,7 +106,7 @@ class Session:
         self._batch: GlobalBatch | None = None
         self._upcoming: GlobalBatch | None = None
         self._count = self._divisor = cast("float | Tensor", 1.0)  # of targets; of this update's loss
-        self.reports = components.readback
+        self.reports = components.update.readback
         self.reports.act = self._receive
         self._requests: set[Request] = set()
 
@@ -141,9 +141,9 @@ class Session:
             raise with_remedy(error) from error.__cause__
         self.left_out.begin(batch, self.failure_state)
         counts = (batch.count, batch.tokens) if self._components.position.reports_counts else (0, 0)
-        count, tokens = self._components.consensus.announce(*counts)
+        count, tokens = self._components.update.consensus.announce(*counts)
         self._count = count
-        self._components.readback.start(int(tokens))
+        self._components.update.readback.start(int(tokens))
         self._batch = batch  # at the end: an interrupted call is repeated
 
     @property
@@ -192,7 +192,7 @@ class Session:
             components.sharding.step.begin_update(batch.samples, self._rate)
             count = self._count  # with class weights it may be below 1; 0: no valid target, and the sum is 0
             self._divisor = (count or 1.0) if isinstance(count, float) else count.masked_fill(count == 0, 1.0)
-            seed_scale = components.scaler.scale / self._divisor
+            seed_scale = components.update.scaler.scale / self._divisor
             if batch.step & (batch.step - 1):  # not one of those that are watched
                 components.engine.accumulate(batch, seed_scale, self._open_vote)
             else:
@@ -218,14 +218,14 @@ class Session:
         """
         components, upcoming = self._components, self._upcoming
         assert upcoming is not None, "commit() comes after accumulate()"
-        step, scale, clock = components.sharding.step, components.scaler.scale, components.world.clock
+        step, scale, clock = components.sharding.step, components.update.scaler.scale, components.world.clock
         DEFERRAL.begin()
         try:
             clock.enter(Phase.OPTIMIZER)
             before, rate = self.progress, self._rate()
             batch, count = self._batch, self._count
             assert batch is not None, "batches() begins the session"
-            outcome = components.consensus.close(step.squared_norm)
+            outcome = components.update.consensus.close(step.squared_norm)
             norm = outcome.squared_norm**0.5 / scale
             decision = self._verdicts.decide(batch.step + 1, outcome.loss_sum, self._divisor, norm)
             self.failure_state.updating = True
@@ -236,7 +236,7 @@ class Session:
             except Exception as error:
                 note_location(error, "update", f"in the optimizer's step of update {batch.step + 1}")
                 raise
-            components.scaler.update(decision.finite)
+            components.update.scaler.update(decision.finite)
             clock.enter(Phase.HOST)
             tokens = self.reports.tokens()
             self.progress = running.progress = before.advance(batch.samples, tokens)
@@ -296,12 +296,12 @@ class Session:
         self.failure_state.refuse_half_update(self.saves)
         if (why := self.failure_state.inconsistency(components.sharding.state.model)) is not None:
             raise RunFailed(f"{why}; commit() it first, or leave the session and open it again")
-        components.readback.land()
+        components.update.readback.land()
         if synchronized:
             components.sharding.state.synchronize()
         own = {
             "progress": asdict(self.progress),
-            "loss_scale": components.scaler.state(),
+            "loss_scale": components.update.scaler.state(),
             "patience": self._verdicts.state(),
             "seconds": self.seconds,
             "ledger": self._ledger.state(),
@@ -322,7 +322,7 @@ class Session:
         self._components.sharding.state.restore(TrainingState(state.tensors, values["sharding"]))
         generators.restore(state.tensors, self._components.world.rank)
         self.progress = running.progress = Progress(**values["progress"])
-        self._components.scaler.restore(values["loss_scale"])
+        self._components.update.scaler.restore(values["loss_scale"])
         self._verdicts.restore(values["patience"])
         self._ledger.restore(values["ledger"])
         self.left_out.restore(values.get("left_out", ()), self.progress.samples)
@@ -402,7 +402,7 @@ class Session:
             digest, count, tokens = 0, 0.0, 0
         tallies = (float(digest), *self.saves.status())
         loss_sum = loss_sum if position.reports_loss else loss_sum.new_zeros(())
-        self._components.consensus.open(loss_sum, count, tokens, tallies, self._requests)
+        self._components.update.consensus.open(loss_sum, count, tokens, tallies, self._requests)
         self._requests.clear()
 
     def _receive(self, report: StepReport) -> None:
@@ -419,7 +419,7 @@ class Session:
     def _rate(self) -> float:
         plan = self._components.plan
         done = fraction_done(self._components.config.run, self.progress, plan.epoch_samples)
-        return self._components.rate(done, self.progress.steps, plan.steps)
+        return self._components.update.rate(done, self.progress.steps, plan.steps)
 
 
 # --- for other parts of Lockstep ----------------------------------------------------------------------------------
@@ -448,7 +448,7 @@ def updates_of(session: Session, reads_now: Callable[[Progress], bool]) -> Itera
 
 def ledger_of(session: Session) -> Ledger:
     """Return the record of the samples that the run's updates have consumed, by attempt."""
-    session._components.readback.land()
+    session._components.update.readback.land()
     return session._ledger
 
 
