@@ -131,17 +131,32 @@ def lockstep(task: Task) -> None:
     """`lockstep.train` with all that it does by default: guard, metrics.jsonl, TensorBoard, the run's folder."""
     import lockstep
 
-    config = {
+    config = _lockstep_config(task)
+    config["monitor"] = {"every": 10, "tensorboard": True, "progress": "none"}
+    config["run"]["folder"] = os.path.join(task.folder, "run")
+    lockstep.train(config, model=task.model, train_dataset=task.dataset)
+
+
+def lockstep_own_loop(task: Task) -> None:
+    """A loop of the user's over a session: the same updates with their guard, no files."""
+    import lockstep
+
+    with lockstep.session(_lockstep_config(task), model=task.model, train_dataset=task.dataset) as session:
+        for batch in session.batches():
+            session.accumulate(batch)
+            session.commit()
+
+
+def _lockstep_config(task: Task) -> dict[str, Any]:
+    return {
         "objective": {"kind": task.work.objective},
         "data": {"shuffle": False},
         "batch": {"global_size": task.work.batch * ranks()},
         "optim": {"lr": task.work.rate, "weight_decay": WEIGHT_DECAY, "decay": "all", "clip_norm": CLIP_NORM},
         "schedule": {"kind": "constant"},
         "precision": {"compute": "fp32"},
-        "monitor": {"every": 10, "tensorboard": True, "progress": "none"},
-        "run": {"steps": task.steps, "folder": os.path.join(task.folder, "run")},
+        "run": {"steps": task.steps},
     }
-    lockstep.train(config, model=task.model, train_dataset=task.dataset)
 
 
 # --- peers --------------------------------------------------------------------------------------------------------
@@ -268,6 +283,7 @@ CONTESTANTS: dict[str, Callable[[Task], None]] = {
     REFERENCE: plain,
     "plain loop by hand": plain_by_hand,
     "Lockstep": lockstep,
+    "Lockstep, own loop": lockstep_own_loop,
     "Fabric": fabric,
     "Accelerate": accelerate,
     "HF Trainer": hugging_face,

@@ -350,7 +350,7 @@ def test_a_hostile_line_takes_no_time() -> None:
     long_worker = "DataLoader worker (pid(s) " + "1, " * 1300
     for text in ("a" * 4000, "(" * 4000, long_worker, "ran on " * 570):
         failure_in(text)
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < 10  # backtracking would take hours
 
 
 def test_the_catalog_is_shown() -> None:
