@@ -138,7 +138,7 @@ def lockstep(task: Task) -> None:
 
 
 def lockstep_own_loop(task: Task) -> None:
-    """A loop of the user's over a session: the same updates with their guard, no files."""
+    """Train in an own loop over a session: the same updates with their guard, no files."""
     import lockstep
 
     with lockstep.session(_lockstep_config(task), model=task.model, train_dataset=task.dataset) as session:
