@@ -64,8 +64,6 @@ def output_of(folder: Path, host: int = 0) -> Path:
 
 @dataclass
 class _Disturbed:
-    """A host that is disturbed from outside, at `next_at`."""
-
     network: Network
     fault: Fault
     host: int
@@ -99,6 +97,5 @@ class _Disturbed:
 def _train(job: Job, world: Cluster, host: int, address: str) -> int:
     nodes = world.hosts if world.least == world.hosts else f"{world.least}:{world.hosts}"
     place = {"nodes": nodes, "rendezvous": f"{address}:{_PORT}", "node_rank": host, "ranks": world.ranks}
-    section = job.config.launch.model_copy(update=place)
-    job = replace(job, config=job.config.model_copy(update={"launch": section}))
+    job = replace(job, config=job.config.with_values(launch=place))
     return train_on_hosts(job, world.ranks)[1].show()

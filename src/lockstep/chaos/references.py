@@ -93,8 +93,7 @@ def _last(run: Path, fact: str) -> int:
 
 
 def _changed(job: Job, section: str, **values: object) -> Job:
-    changed = getattr(job.config, section).model_copy(update=values)
-    return replace(job, config=job.config.model_copy(update={section: changed}))
+    return replace(job, config=job.config.with_values(**{section: values}))
 
 
 def _train(job: Job, ranks: int, train: Callable[[Job, int], int]) -> None:

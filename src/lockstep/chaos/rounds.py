@@ -211,8 +211,7 @@ class _Rounds:
         """Return the job of a run; without snapshots in memory, it resumes from a checkpoint."""
         config = config_of_round(self._job.config, run, self._settings.steps)
         if not snapshots:
-            recovery = config.recovery.model_copy(update={"snapshot_every": None})
-            config = config.model_copy(update={"recovery": recovery})
+            config = config.with_values(recovery={"snapshot_every": None})
         return replace(self._job, config=config)
 
 
@@ -232,9 +231,7 @@ def config_of_round(config: Config, run: Path, steps: int) -> Config:
         "monitor": {"every": 1, "progress": "none", **off},
         "evaluation": {"every": between_saves if is_by_clock else evaluated},
     }
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    )
+    return config.with_values(**sections)
 
 
 def _row(fault: Fault, plan: Path, code: int, undisturbed: Path, reference: Path) -> ChaosRow:

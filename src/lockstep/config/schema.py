@@ -6,7 +6,7 @@ exports all sections.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
@@ -419,6 +419,11 @@ class Config(Section):
     transforms: tuple[Extension, ...] = ()
     """Transforms of the model, applied before sharding (`lockstep.extend.Transform`)."""
     run: Run
+
+    def with_values(self, **sections: Mapping[str, Any]) -> Config:
+        """Return the config with other values in sections, unchecked: `with_values(batch={"micro_size": 4})`."""
+        changed = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=changed)
 
     def _contradictions(self) -> Iterator[str]:
         if (why := refusal_in_backward(self)) is not None:

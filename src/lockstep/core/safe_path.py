@@ -21,7 +21,6 @@ def leave_working_folder() -> None:
 
 
 def _runs_lockstep(words: list[str]) -> bool:
-    """Return whether the interpreter was started with `-m lockstep` or one of its modules."""
     for word, following in zip(words, [*words[1:], ""]):  # noqa: B905  # `strict` has no meaning here
         if word.startswith("-") and not word.startswith("--") and word.endswith("m"):
             return following.split(".")[0] == "lockstep"

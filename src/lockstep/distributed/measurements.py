@@ -214,7 +214,6 @@ def _all_to_all(world: World, elements: int) -> Operation:
 
 
 def _send_receive(world: World, elements: int) -> Operation:
-    """Pass a buffer around the ring of ranks."""
     mine = _values(world, world.rank, elements)
     received = torch.empty_like(mine)
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size

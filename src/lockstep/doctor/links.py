@@ -61,15 +61,13 @@ def check_of_pairs(pairs: Sequence[Any], places: Sequence[RankPlace]) -> list[Fi
     between: dict[tuple[str, str], Any] = {}
     for pair in pairs:
         first, second = places[pair.first].host, places[pair.second].host
+        other = between.get((first, second))  # may have been slow by chance
         if first == second and not places[pair.first].on_cpu:
             inside[f"rank {pair.first} on {first}", f"rank {pair.second}"] = pair
-        elif first != second and (
-            (first, second) not in between or between[first, second].bandwidth < pair.bandwidth
-        ):  # one pair may have been slow by chance
+        elif first != second and (other is None or other.bandwidth < pair.bandwidth):
             between[first, second] = pair
-    findings += _slow_links(
-        inside, "Look for other programs on these GPUs, and how they are connected: nvidia-smi topo -m."
-    )
+    remedy = "Look for other programs on these GPUs, and how they are connected: nvidia-smi topo -m."
+    findings += _slow_links(inside, remedy)
     findings += _slow_links(between, "Check cables, network cards and switches, and the interfaces (launch.interface).")
     if pairs and not findings:
         slowest = min(pairs, key=lambda pair: pair.bandwidth)

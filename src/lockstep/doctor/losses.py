@@ -89,7 +89,6 @@ def _not_improved(medians: list[tuple[int, float]]) -> LossFinding | None:
 
 
 def _medians(loss: Series) -> list[tuple[int, float]]:
-    """Return step and median of each tenth of the finite values; empty if they are few."""
     steps, values = loss.known_steps, loss.known
     if len(values) < _FEWEST:
         return []

@@ -347,10 +347,9 @@ def _of_ranks(diagnosis: Diagnosis, width: int | None) -> Iterator[str]:
     ranks, first = diagnosis.ranks, diagnosis.ranks[0].time
     in_full = [diagnosis.state, *(line.text for item in diagnosis.seen for line in item.evidence)]
     shown = ranks if width is None else ranks[:_MOST_RANKS]
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first))
     for number, rank in enumerate(shown):
-        moment = (
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(first)) if number == 0 else f"{rank.time - first:+.1f} s"
-        )
+        moment = f"{rank.time - first:+.1f} s" if number else began
         text = f"rank {rank.rank} on {rank.host}  {moment}  {_end_of(rank, in_full)}"
         yield from wrapped(_shortened(text, width), "  ", width, "      ", breaks=True)
     if len(ranks) > len(shown):
@@ -403,10 +402,9 @@ def describe_known(width: int | None) -> str:
 
 def known_as_json() -> list[dict[str, str]]:
     """Return the catalog for `--json`."""
-    patterns = [failure.pattern.pattern if failure.pattern is not None else "" for failure in KNOWN]
     return [
-        {**_as_json(failure), "pattern": pattern, "file": failure.file}
-        for failure, pattern in zip(KNOWN, patterns, strict=True)
+        {**_as_json(failure), "pattern": failure.pattern.pattern if failure.pattern else "", "file": failure.file}
+        for failure in KNOWN
     ]
 
 

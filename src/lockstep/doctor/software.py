@@ -84,9 +84,8 @@ def compiler(machine: MachineView) -> Iterator[Finding]:
     """Look for the compiler that torch.compile and DeepSpeed's operators need."""
     search = machine.environ.get("PATH", os.defpath)
     named = machine.environ.get("CXX", "").split()
-    program = next(
-        (path for name in named[:1] or ["c++", "g++", "clang++"] if (path := shutil.which(name, path=search))), None
-    )
+    names = named[:1] or ["c++", "g++", "clang++"]
+    program = next((path for name in names if (path := shutil.which(name, path=search))), None)
     if program is None:
         what = f"CXX={' '.join(named)} is no program" if named else "no C++ compiler in PATH (c++, g++, clang++)"
         yield warning(
@@ -172,8 +171,10 @@ def not_usable(machine: MachineView, count: int, cuda: str | None) -> Finding:
         )
     if not version:
         return wrong(f"{seen}: no driver is loaded", "Load NVIDIA's driver: run nvidia-smi, and see dmesg.")
-    if int(version.split(".")[0]) < _oldest_driver(cuda):
-        return wrong(f"{seen}: driver {version} is too old for CUDA {cuda}", _update(cuda))
+    oldest = _OLDEST_DRIVER.get(int(cuda.split(".")[0]), 0)
+    if int(version.split(".")[0]) < oldest:
+        remedy = f"Update the driver to {oldest} or newer, or install a torch for an older CUDA."
+        return wrong(f"{seen}: driver {version} is too old for CUDA {cuda}", remedy)
     return wrong(
         f"{seen}: driver {version}, CUDA {cuda}", "Run nvidia-smi, and see dmesg for errors (Xid) of the GPUs."
     )
@@ -194,11 +195,3 @@ def nvidia(machine: MachineView, torch: Any, count: int) -> Iterator[Finding]:
             f"{apart[0][1]}",
             "See nvidia-smi topo -m; disable ACS in the firmware, or train on GPUs of one switch.",
         )
-
-
-def _oldest_driver(cuda: str) -> int:
-    return _OLDEST_DRIVER.get(int(cuda.split(".")[0]), 0)
-
-
-def _update(cuda: str) -> str:
-    return f"Update the driver to {_oldest_driver(cuda)} or newer, or install a torch for an older CUDA."

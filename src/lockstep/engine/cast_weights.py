@@ -117,8 +117,8 @@ def _cast_by_class(model: nn.Module, names: dict[int, str]) -> set[str]:
     in_products: set[int] = set()
     elsewhere: set[int] = set()
     for module in model.modules():
-        known = _is_product(module)
-        (in_products if known else elsewhere).update(id(own) for own in module.parameters(recurse=False))
+        own = in_products if _is_product(module) else elsewhere
+        own.update(map(id, module.parameters(recurse=False)))
     return {names[key] for key in in_products - elsewhere}
 
 

@@ -52,9 +52,7 @@ def quiet_fakes() -> Iterator[None]:
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Restore the modes, buffers, attributes and children of the model's modules, and the contents of containers."""
-    before = [
-        (module, dict(_attributes(module)), dict(module._buffers), dict(module._modules)) for module in model.modules()
-    ]
+    before = [(each, _attributes(each), dict(each._buffers), dict(each._modules)) for each in model.modules()]
     values = [value for _, *kept, _ in before for of_module in kept for value in of_module.values()]
     copies = [(value, _copied(value)) for value in {id(value): value for value in values}.values()]
     try:

@@ -31,9 +31,8 @@ def inputs_misfit(module: nn.Module, inputs: Inputs) -> ConfigError | None:
         if isinstance(inputs, tuple):
             given = f"{len(inputs)} input{'s' * (len(inputs) != 1)} without a name"
             return ConfigError(Problem("", "model", f"{name} has {taken}, and the data gives {given}"))
-        lacking = [
-            key for key, parameter in signature.parameters.items() if _is_required(parameter) and key not in inputs
-        ]
+        parameters = signature.parameters.items()
+        lacking = [key for key, parameter in parameters if _is_required(parameter) and key not in inputs]
         differences = _differences(signature, inputs, lacking)
         return ConfigError(Problem("", "model.inputs", f"{name} has {taken}, and {differences}"))
     main = getattr(module, "main_input_name", None)  # of a model of the transformers library

@@ -99,12 +99,8 @@ def _named_blocks(blocks: Sequence[str], split: Sequence[str], stages: int) -> l
 
 def _cost(module: nn.Module) -> float:
     """Return the number of weights that multiply a token: tables are only looked up."""
-    tables = {
-        id(parameter)
-        for child in module.modules()
-        if isinstance(child, nn.Embedding)
-        for parameter in child.parameters()
-    }
+    embeddings = (child for child in module.modules() if isinstance(child, nn.Embedding))
+    tables = {id(parameter) for embedding in embeddings for parameter in embedding.parameters()}
     return float(sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in tables))
 
 

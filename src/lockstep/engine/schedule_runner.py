@@ -84,9 +84,8 @@ class StageOfSchedule(PipelineStage):
             if not self.is_first:
                 self.args_recv_info[number] = (self._receives(of_micro_batch[own], "activation", own - 1, grad=True),)
             if not self.is_last:
-                self.grad_recv_info[number] = (
-                    self._receives(of_micro_batch[own + 1], "gradient", own + 1, grad=False),
-                )
+                gradient = self._receives(of_micro_batch[own + 1], "gradient", own + 1, grad=False)
+                self.grad_recv_info[number] = (gradient,)
 
     def _receives(self, spec: ActivationSpec, what: str, source: int, *, grad: bool) -> _RecvInfo:
         buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)

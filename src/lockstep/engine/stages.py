@@ -119,9 +119,8 @@ class PartitionedModel:
         self._muted = muted
         self._mode = mode
         self._firsts = first_blocks(model, blocks, spec, outer)
-        self._forms = [
-            _form(use.outputs[at], name) if at in use.outputs else "tensor" for at, name in enumerate(blocks)
-        ]
+        outputs = use.outputs
+        self._forms = [_form(outputs[at], name) if at in outputs else "tensor" for at, name in enumerate(blocks)]
         self._layer_shapes = self._shapes_of_layers(model, blocks, use, device)
         self.model = model
         self.count = spec.stages
@@ -317,10 +316,8 @@ class PartitionedModel:
     def _without_effects(self) -> Iterator[None]:
         """Restore draws, running means and all other changes of forwards in the block, and drop their logging."""
         on_host = self._device.type == "cpu"
-        forked = torch.random.fork_rng(
-            [] if on_host else [self._device.index or 0], device_type="cuda" if on_host else self._device.type
-        )
-        with self._muted(), unchanged(self.model), forked:
+        devices, kind = ([], "cuda") if on_host else ([self._device.index or 0], self._device.type)
+        with self._muted(), unchanged(self.model), torch.random.fork_rng(devices, device_type=kind):
             self.model.eval()
             yield
 

@@ -199,7 +199,7 @@ def _used(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     used.update(seen.values())  # tied ones once
 
 
-def _is_near(expected: Tensor, other: Tensor, tolerance: float, noise: float = 0.0) -> bool:
+def _is_near(expected: Tensor, other: Tensor, tolerance: float, noise: float) -> bool:
     return bool((expected - other).float().norm() <= tolerance * expected.float().norm() + noise)
 
 
@@ -209,8 +209,7 @@ def _first_different(
     noise *= max((float(item[-1]) for item in whole.values()), default=0.0)
     for name, expected in whole.items():
         other = divided.get(name, torch.zeros_like(expected))
-        if not _is_near(expected[-1], other[-1], tolerance, noise):
-            return name
-        if not _is_near(expected[:-1], other[:-1], tolerance, noise):
+        norms, samples = (expected[-1], other[-1]), (expected[:-1], other[:-1])
+        if not all(_is_near(*pair, tolerance, noise) for pair in (norms, samples)):
             return name
     return None

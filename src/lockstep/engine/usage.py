@@ -128,10 +128,12 @@ class _TrackedZeros(Tensor):
                 if isinstance(tensor, _TrackedZeros):
                     tensor.use()
         with torch._C.DisableTorchFunctionSubclass():
-            args, kwargs = tree_map(
-                lambda value: value.as_subclass(Tensor) if isinstance(value, _TrackedZeros) else value, given
-            )
+            args, kwargs = tree_map(_untracked, given)
             return function(*args, **kwargs)
+
+
+def _untracked(value: Any) -> Any:
+    return value.as_subclass(Tensor) if isinstance(value, _TrackedZeros) else value
 
 
 def _stand_ins(model: nn.Module, tracker: _UseTracker) -> Iterator[tuple[nn.Module, str, Tensor]]:

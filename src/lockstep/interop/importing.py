@@ -91,8 +91,7 @@ def import_file(
         raise ConfigError(problems)
     over = {".".join(path): to_python(node) for path, node in leaves(tree) if path}
     findings = tuple(_answered_by(over, finding) for finding in listed(file, ranks))
-    values = _settings_of(findings)
-    settings = {key: value for key, value in values.items() if not _is_replaced(key, over)} | over
+    settings = {key: value for key, value in _settings_of(findings).items() if not _is_replaced(key, over)} | over
     missing = {key: how for key, (how, _) in _NECESSARY.items() if not _has(settings, key)}
     imported = ImportedConfig(file, findings, settings, missing)
     by_key = {key: finding for finding in findings for key in finding.answer.settings if key not in over}

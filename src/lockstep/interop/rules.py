@@ -182,7 +182,6 @@ def decay_length(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
 
 
 def _share(row: KeyRow, part: object, whole: object, of: str, question: str) -> Answer:
-    """Return a share of a whole, or the question for it if either isn't a number."""
     if not isinstance(part, int | float) or not isinstance(whole, int | float) or whole <= 0:
         return asked(row.target, question)
     return derived(f"{part} of {whole} {of}", {row.target: float(f"{part / whole:.6g}")})
@@ -301,9 +300,9 @@ def _belongs_to_disabled_amp(key: ForeignKey, file: ForeignFile) -> bool:
 
 def _names_precision(key: ForeignKey | None) -> bool:
     """Return whether it names the precision of compute, unlike FSDP's, which is for collectives."""
-    return (
-        key is not None and not isinstance(key.value, bool) and not any(plain(part)[:4] == "fsdp" for part in key.path)
-    )
+    if key is None or isinstance(key.value, bool):
+        return False
+    return not any(plain(part).startswith("fsdp") for part in key.path)
 
 
 def _automatic(key: ForeignKey, file: ForeignFile) -> Answer:
@@ -458,9 +457,8 @@ def dataset(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
 
 
 def _is_hub_dataset(name: str) -> bool:
-    return (
-        not name.lower().startswith(_NOT_ON_THE_HUB) and name[:1] not in (".", "/") and Path(name).suffix not in _FILES
-    )
+    is_path = name.startswith((".", "/")) or Path(name).suffix in _FILES
+    return not is_path and not name.lower().startswith(_NOT_ON_THE_HUB)
 
 
 def data_key(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:

@@ -85,10 +85,8 @@ def import_run(
     if storage.names():
         raise ConfigError(Problem("", "checkpoint.folder", f"{storage.place} holds checkpoints; give another folder"))
     if config.optim.target is not None or config.optim.name not in ENTRIES:
-        possible = (
-            f"optimizer state can be imported for {', '.join(ENTRIES)}; leave out --config to import weights only"
-        )
-        raise ConfigError(f"optim.name is {config.optim.target or config.optim.name}, but {possible}")
+        why = f"optimizer state can be imported for {', '.join(ENTRIES)}; leave out --config to import weights only"
+        raise ConfigError(f"optim.name is {config.optim.target or config.optim.name}, but {why}")
     peer = read_peer(source, key, prefix, optimizer=True)
     single = config.model_copy(update={"parallel": Parallel(strategy="single")})
     with opened(single, UserObjects(trust_remote_code=trust_remote_code)) as session:
@@ -119,9 +117,8 @@ def _load(session: Session, peer: PeerCheckpoint, step: int | None, sample: int 
     skipped = [f"not imported: {listed(peer.weights.skipped, 12)}"] if peer.weights.skipped else []
     steps = peer.optimizer.steps if peer.optimizer is not None else 0
     if steps and steps != progress.steps:
-        skipped.append(
-            f"the optimizer has made {steps:,} steps, but the run begins at step {progress.steps:,}; see --step"
-        )
+        begins = f"the run begins at step {progress.steps:,}; see --step"
+        skipped.append(f"the optimizer has made {steps:,} steps, but {begins}")
     return (*differences, *skipped)
 
 

@@ -79,7 +79,6 @@ def draw(run: WatchedRun, console: Console) -> RenderableType:
 
 
 def _line(text: str, style: str = "") -> Text:
-    """Return a line, which ends with an ellipsis if it is cut."""
     return Text(plain_line(text), style=style, no_wrap=True, overflow="ellipsis")
 
 

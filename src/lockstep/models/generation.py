@@ -58,8 +58,6 @@ def generate(
 
 
 class _Choice(NamedTuple):
-    """The settings for choosing tokens; see `generate`."""
-
     temperature: float
     top_k: int | None
     seed: int

@@ -164,10 +164,8 @@ def _partitioned(parallel: Parallel, strategy: Strategy, ranks: int) -> dict[Axi
         raise ConfigError(Problem("", "parallel.context", why))
     open_axes = [axis for axis in requested if axis not in degrees]
     if len(open_axes) > 1:
-        why = (
-            f"auto, and so is parallel.{open_axes[0]}, but only one degree can follow from the ranks; give one a number"
-        )
-        raise ConfigError(Problem("", f"parallel.{open_axes[1]}", why))
+        why = f"auto, and so is parallel.{open_axes[0]}, but only one degree can follow from the ranks"
+        raise ConfigError(Problem("", f"parallel.{open_axes[1]}", f"{why}; give one a number"))
     if open_axes:  # no replicas are made that were not requested
         others = (degree for degree in (parallel.data, parallel.shard, *degrees.values()) if degree != "auto")
         degrees[open_axes[0]] = max(1, ranks // math.prod(others))

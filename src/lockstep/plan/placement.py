@@ -91,11 +91,9 @@ def partial_sums(batch: BatchConfig, ranks: int) -> int:
 
 def _place_partitioned(layout: RunLayout, state: State, mesh: Mesh) -> Placement:
     shards = mesh.with_context(divided=layout.variant.state.gradients).shard
-    whole = State(state.parallel, state.optim, state.parameters)
-    row = _place(layout.strategy, layout.variant, whole, shards)
-    parameters, gradients, optimizer = (
-        -(-size // mesh.pieces) for size in (row.parameters, row.gradients, row.optimizer)
-    )
+    row = _place(layout.strategy, layout.variant, State(state.parallel, state.optim, state.parameters), shards)
+    sizes = (row.parameters, row.gradients, row.optimizer)
+    parameters, gradients, optimizer = (-(-size // mesh.pieces) for size in sizes)
     of_model = f"each rank holds about 1/{mesh.pieces} of the model"
     note = of_model if mesh.pieces > 1 else f"each rank computes 1/{mesh.context} of each sequence"
     return Placement(layout.name, parameters, gradients, optimizer, note)
@@ -146,8 +144,7 @@ def sent_bytes(
         return None
     if mesh.shares == 1:
         return 0.0
-    parallel = config.parallel.model_copy(update={"strategy": layout.strategy.name})
-    volume = volume_of(config.model_copy(update={"parallel": parallel}), parameters)
+    volume = volume_of(config.with_values(parallel={"strategy": layout.strategy.name}), parameters)
     replicas = mesh.data if layout.variant.mesh == "hybrid" else 1
     name = layout.variant.name
     return traffic(name, volume, mesh.shares, micro_batches=batch.accumulation, replicas=replicas).total
@@ -168,10 +165,10 @@ def volume_of(
     strategy, narrow = find_strategy(config.parallel.strategy), ELEMENT_BYTES.get(config.precision.compute, 4)
     facts, trained = OPTIMIZERS[config.optim.name], [parameter for parameter in parameters if parameter.trainable]
     everything, reduced = strategy.memory.element_bytes(strategy.options_of(config.parallel))
-    widths = [
-        everything or (narrow if parameter.name in lowered else parameter.element_bytes) for parameter in parameters
-    ]
-    gathered = {parameter.name: parameter.elements * width for parameter, width in zip(parameters, widths, strict=True)}
+    gathered = {
+        each.name: each.elements * (everything or (narrow if each.name in lowered else each.element_bytes))
+        for each in parameters
+    }
     return Volume(
         parameters=sum(gathered.values()),
         gradients=sum(parameter.elements * reduced for parameter in trained),

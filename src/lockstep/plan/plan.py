@@ -202,9 +202,8 @@ def _too_large(plan: Plan, memory: int | None) -> Iterator[str]:
     first, *_, last = (strategy for strategy in strategies() if strategy.combines.automatic)
     whole = next(row.total for row in plan.placements if row.strategy == first.variants[0].name)
     ranks = math.ceil(whole / (SHARE_OF_STATE * memory))
-    remedy = (
-        f"set parallel.strategy: {last.name}" if ranks <= plan.ranks else f"start {ranks:,} ranks under {last.name}"
-    )
+    start = f"start {ranks:,} ranks under {last.name}"
+    remedy = start if ranks > plan.ranks else f"set parallel.strategy: {last.name}"
     takes, has = formatting.size(plan.placement.total), formatting.size(memory)
     yield f"The training state takes {takes} of the {has} of a rank: it doesn't fit. To train it, {remedy}."
 
@@ -241,7 +240,6 @@ def _schedule_warnings(schedule: Schedule, steps: int | None) -> Iterator[str]:
 
 
 def _idle(parallel: Parallel, strategy: Strategy, mesh: Mesh) -> Iterator[str]:
-    """Warn of options without effect."""
     idle = []
     for other in strategies():
         changed = [name for name, _ in changed_options(parallel, other)]

@@ -63,7 +63,6 @@ def changed_options(parallel: Parallel, strategy: Strategy) -> list[tuple[str, o
 
 
 def _of_heads(model: Model, degree: int) -> Iterator[tuple[str, str]]:
-    """Refuse numbers of heads that the degree doesn't divide."""
     if not isinstance(model, TransformerModel):
         return
     for name, size in (("heads", model.heads), ("key-value heads", model.kv_heads or model.heads)):

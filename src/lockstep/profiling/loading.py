@@ -200,7 +200,7 @@ class _OpenedData:
 
 def _opened(config: Config, given: UserObjects) -> _OpenedData:
     """Open the data as a run does, with a model without values."""
-    alone = config.model_copy(update={"data": config.data.model_copy(update={"evaluation": {}})})
+    alone = config.with_values(data={"evaluation": {}})
     own = users_model(config, given)
     sources = open_sources(alone, given, own)
     model = own or sketch_model(config.model, sources[0].facts, trust_remote_code=given.trust_remote_code)
@@ -246,7 +246,6 @@ def _cost(data: _OpenedData, seconds: float) -> SampleCost:
 
 
 def _measured(data: _OpenedData, numbers: Sequence[int], end: float, cost: SampleCost) -> tuple[list[LoaderSpeed], str]:
-    """Return the speeds of the settings, and why some are missing."""
     speeds: list[LoaderSpeed] = []
     read = cost.samples
     micro_batch = cost.mean * data.plan.batch.micro_size
@@ -278,8 +277,7 @@ def _speed(data: _OpenedData, workers: int, seconds: float, progress: Progress) 
         samples, tokens = samples + batch.samples, tokens + batch.tokens
     elapsed = time.perf_counter() - start
     ahead = workers * options.prefetch * data.plan.batch.micro_size
-    speed = LoaderSpeed(workers, samples / elapsed, tokens / elapsed, first)
-    return speed, read + samples + ahead
+    return LoaderSpeed(workers, samples / elapsed, tokens / elapsed, first), read + samples + ahead
 
 
 # --- text -----------------------------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ Three updates are made in new ranks of this machine, and each of their operation
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.formatting import aligned, counted, size
 from lockstep.plan.modules import joined, list_of, row_of
-from lockstep.simulation.memory import CATEGORIES, Category, Peak
+from lockstep.simulation.memory import CATEGORIES, HEADS, Category, Peak
 from lockstep.simulation.planning import MeasuredMemory, measured_beside_predicted
 from lockstep.training.user_objects import refuse_given
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _NO_MODULE = "(no module)"  # batches, the loss, the vote
 _MOST_MODULES = 20
 _CLOSE = 0.02
-_HEADS: Mapping[Category, str] = {"parameters": "params", "gradients": "grads", "communication": "comm."}
 
 
 def memory_of_recipe(loaded: LoadedConfig, *, trust_remote_code: bool) -> MeasuredMemory:
@@ -42,7 +41,6 @@ def memory_record(memory: MeasuredMemory) -> dict[str, Any]:
 
 
 def _differences(memory: MeasuredMemory) -> dict[Category, int]:
-    """Return measured minus predicted bytes of each category; empty without a prediction."""
     if memory.predicted is None:
         return {}
     return {name: memory.measured.by_category[name] - memory.predicted.by_category[name] for name in CATEGORIES}
@@ -87,7 +85,7 @@ def _row(name: str, held: int, whole: int, expected: int | None) -> list[str]:
 def _module_lines(peak: Peak) -> Iterator[str]:
     rows = module_rows(peak)
     names = [name for name in CATEGORIES if any(row[name] for _, row in rows)]
-    table = [["module", *(_HEADS.get(name, name) for name in names), "all"]]
+    table = [["module", *(HEADS.get(name, name) for name in names), "all"]]
     for module, row in rows[:_MOST_MODULES]:
         table.append([module, *(size(row[name]) if row[name] else "-" for name in names), size(row.total())])
     yield from aligned(table, left={0})

@@ -193,6 +193,7 @@ def _trace(path: Path, facts: Mapping[str, Any], events: list[Event]) -> Trace:
     operators = [event for event in inside if event.get("cat") == "cpu_op"]
     kernels = [event for event in inside if event.get("cat") in _KERNELS]
     leaves, own_times = _own_times(operators)
+    reads = [event for event in operators if event["name"] == _READS]
     names = _kernel_times(inside) if kernels else own_times
     computing = [event for event in kernels if not _is_communication(event)]
     spans: dict[str, list[Interval]] = defaultdict(list)
@@ -214,10 +215,7 @@ def _trace(path: Path, facts: Mapping[str, Any], events: list[Event]) -> Trace:
         len(leaves) / count,
         _small(leaves, phases) * _MICRO / count,
         {name: length(parts) * _MICRO / count for name, parts in outside.items()},
-        sum(
-            event["name"] == _READS and _phase_at(phases, event["ts"]) in ("forward", "backward") for event in operators
-        )
-        / count,
+        sum(_phase_at(phases, event["ts"]) in ("forward", "backward") for event in reads) / count,
         _collectives(inside, count, int(facts["ranks"])),
         _device_use(inside, whole, count, spans),
         _overlap(inside, computing, phases),
@@ -283,7 +281,6 @@ def _outside(calls: Iterable[Event], spans: Mapping[str, Sequence[Interval]]) ->
 
 
 def _collectives(events: Iterable[Event], count: int, ranks: int) -> list[CollectiveUse]:
-    """Return what NCCL's and gloo's collectives exchange."""
     uses: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
     kernels: dict[str, float] = defaultdict(float)
     for event in events:
@@ -291,10 +288,8 @@ def _collectives(events: Iterable[Event], count: int, ranks: int) -> list[Collec
         if event.get("cat") in _KERNELS and "Collective name" in arguments:
             kernels[arguments["Collective name"].strip("_")] += event["dur"]
         elif name.startswith("gloo:"):
-            size = sum(
-                _size(*pair)
-                for pair in zip(arguments.get("Input Dims", []), arguments.get("Input type", []), strict=False)
-            )
+            inputs = zip(arguments.get("Input Dims", []), arguments.get("Input type", []), strict=False)
+            size = sum(_size(dims, kind) for dims, kind in inputs)
             use = uses[name.removeprefix("gloo:")]
             use[:] = use[0] + 1, use[1] + size, use[2] + event["dur"]
         elif name == "record_param_comms" and arguments.get("Collective name") not in (None, "wait", "barrier", "init"):

@@ -100,9 +100,7 @@ def plan_verification(
     base, notes = _comparable(config, precision)
     linear, known = _with_sgd(base), layouts()
     reference = known[REFERENCE.name]
-    references: dict[str, Config] = {
-        variant.optim.name: _with_layout(variant, reference, 1) for variant in (base, linear)
-    }
+    references: dict[str, Config] = {each.optim.name: _with_layout(each, reference, 1) for each in (base, linear)}
     left_out: list[tuple[str, int, str]] = []
     cases: list[Case] = []
     refused: list[RefusedCase] = []
@@ -158,7 +156,7 @@ def _cases(base: Config, linear: Config, layout: RunLayout, ranks: int) -> Itera
     if layout.strategy.exactness.reference:  # the config as it is on one process
         del runs[base.optim.name, configured.accumulation]
     for (optimizer, accumulation), (config, micro_size) in runs.items():
-        batched = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": micro_size})})
+        batched = config.with_values(batch={"micro_size": micro_size})
         yield Case(0, layout.name, ranks, optimizer, accumulation, _with_layout(batched, layout, ranks))
 
 
@@ -239,7 +237,6 @@ def _without_rounding(parallel: Parallel) -> tuple[Parallel, list[str]]:
 
 
 def _with_sgd(config: Config) -> Config:
-    """Return the config under SGD with momentum at a constant rate."""
     if config.optim.name == "sgd":
         return config
     optim = config.optim.model_copy(update={"name": "sgd", "lr": _SGD_RATE, "momentum": 0.9, "nesterov": False})
@@ -259,7 +256,6 @@ def _with_layout(config: Config, layout: RunLayout, ranks: int) -> Config:
 
 
 def _merged(older: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return mappings merged key by key; other values are replaced."""
     merged = dict(older)
     for name, value in newer.items():
         before = merged.get(name)

@@ -278,7 +278,6 @@ def compare(pairs: NamedTensors, path: Path, order: Mapping[str, int], measure: 
 
 
 def _published(run: Mapping[str, Tensor], expected: Mapping[str, Tensor], measure: Measure) -> dict[str, str]:
-    """Return the parameters that differ between two published models, and how."""
     differing = {name: "is unexpected" for name in run if name not in expected}
     for name, reference in expected.items():
         if name not in run:

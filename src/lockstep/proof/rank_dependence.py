@@ -83,7 +83,6 @@ def design_notes(session: Session) -> list[str]:
 
 
 def _draws(source: Source) -> bool:
-    """Return whether samples change with the seed."""
     indices = np.arange(min(_FETCHED, source.facts.samples))
     fetched = (fetch(source, FetchRequest(indices, False, 0, seed)) for seed in (1, 2))
     first, second = (tree_leaves((samples.inputs, samples.targets)) for samples in fetched)

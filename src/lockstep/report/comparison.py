@@ -235,7 +235,6 @@ def _check_number(folders: Sequence[Path], distinct: Sequence[Path]) -> None:
 
 
 def _metrics_of(run: RunData) -> dict[str, Series]:
-    """Return the metrics with a finite value in the run: loss, evaluations, what was logged."""
     metrics = {"training loss": replace(run.columns["loss"], noisy=True)}
     for name, of_set in run.evaluations.items():
         for metric, values in of_set.items():
@@ -246,7 +245,6 @@ def _metrics_of(run: RunData) -> dict[str, Series]:
 
 
 def _labels(places: Sequence[str]) -> list[str]:
-    """Return each path below their common folder, cut if it is long."""
     common = os.path.commonpath(places)
     labels = [clipped(os.path.relpath(place, common), _LONGEST_LABEL) for place in places]
     return [label if labels.count(label) == 1 else f"{number}: {label}" for number, label in enumerate(labels, 1)]
@@ -430,11 +428,8 @@ def comparison_charts(comparison: SideBySide) -> list[Chart]:
     for title, column in (("Gradient norm", "grad_norm"), ("Learning rate", "lr")):
         drawn.append(_chart(comparison, title, [replace(run.columns[column], noisy=True) for run in runs], "plain"))
     unit = "tokens" if all(throughput(run).name == "tokens" for run in runs) else "samples"
-    drawn.append(
-        _chart(
-            comparison, f"{capitalized(unit)} per second", [speed(run, unit) for run in runs], "rate", from_zero=True
-        )
-    )
+    speeds = [speed(run, unit) for run in runs]
+    drawn.append(_chart(comparison, f"{capitalized(unit)} per second", speeds, "rate", from_zero=True))
     charts = [chart for chart in drawn if chart is not None]
     edges = [(int(s.known_steps[0]), int(s.known_steps[-1])) for chart in charts for s in chart.series]
     first, last = min((low for low, _ in edges), default=0), max((high for _, high in edges), default=1)
@@ -455,7 +450,6 @@ def _styles(comparison: SideBySide) -> dict[str, Series]:
 def _chart(
     comparison: SideBySide, title: str, of_runs: Sequence[Series | None], unit: Unit, *, from_zero: bool = False
 ) -> Chart | None:
-    """Return a chart of the runs that have a finite value; None if fewer than two have."""
     styles = _styles(comparison)
     pairs = [(run.label, series) for run, series in zip(comparison.runs, of_runs, strict=True) if series is not None]
     known = {label: series for label, series in pairs if series.finite.any()}

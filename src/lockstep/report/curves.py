@@ -98,7 +98,6 @@ def capitalized(name: str) -> str:
 
 
 def _chart(title: str, series: Sequence[Series], unit: Unit = "plain", *, from_zero: bool = False) -> Chart | None:
-    """Return a chart with the range of its first series; None if no value is finite."""
     drawn = [values for values in series if values.finite.any()]
     if not drawn:
         return None

@@ -206,7 +206,6 @@ def environment(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _resolved(run: RunData, name: str, section: str, key: str = "") -> str:
-    """Return the run's resolved settings, or else the configured ones."""
     resolved = run.summary or (run.attempts[-1].facts if run.attempts else {})
     if resolved.get(name) is not None:
         return as_text(resolved[name])

@@ -51,8 +51,6 @@ def _environment(folder: Path) -> Environment:
     )
     style, script = (Markup((_HERE / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    environment.filters["breakable"] = lambda text: escape(text).replace(
-        ".", Markup(".<wbr>")
-    )  # of a key of the config
+    environment.filters["breakable"] = lambda key: escape(key).replace(".", Markup(".<wbr>"))
     environment.globals.update(style=style, script=script, script_hash=allowed)
     return environment

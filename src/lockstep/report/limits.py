@@ -129,7 +129,6 @@ def allows_larger(attempts: Sequence[Attempt]) -> bool:
 
 
 def _evaluations(run: RunData, ranks: RankHistory) -> Limit | None:
-    """Return a limit if much of the intervals' time is outside of updates."""
     seconds = sum(interval.seconds for interval in ranks.intervals if math.isfinite(interval.seconds))
     training = sum(
         float(interval.updates[0] * interval.step_seconds[0])

@@ -39,7 +39,7 @@ from lockstep.report.facts import (
 )
 from lockstep.report.html import render, write_page
 from lockstep.report.rank_history import read_rank_history
-from lockstep.report.run_data import LoggedFile, RunData, read_run
+from lockstep.report.run_data import LoggedFile, RunData, is_number, read_run
 
 REPORT = "report.html"
 
@@ -158,7 +158,7 @@ def _table(run: RunData, file: LoggedFile) -> ShownTable | None:
         if not columns or any(len(row) != len(columns) for row in rows):
             return None
         kept = [row[:_MOST_COLUMNS] for row in rows[:_MOST_ROWS]]
-        numeric = [all(_is_number(row[at]) for row in kept) for at in range(min(len(columns), _MOST_COLUMNS))]
+        numeric = [all(is_number(row[at]) for row in kept) for at in range(min(len(columns), _MOST_COLUMNS))]
         is_cut = len(kept) + len(numeric) < len(rows) + left_out + len(columns)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
@@ -167,10 +167,6 @@ def _table(run: RunData, file: LoggedFile) -> ShownTable | None:
     size = f"{len(rows) + left_out:,} rows, {len(columns):,} columns"
     cut = f"Shown in part: {size}; the run kept {len(rows):,} rows, in {file.file}."
     return ShownTable(file.step, file.name, named, texts, cut if is_cut else "")
-
-
-def _is_number(cell: Any) -> bool:
-    return cell is None or (isinstance(cell, int | float) and not isinstance(cell, bool))
 
 
 def _text(cell: Any) -> str:

@@ -224,7 +224,7 @@ def _take_event(run: RunData, step: int, record: Json) -> None:
     if "evaluation" in record:
         metrics = run.evaluations.setdefault(_name(record["evaluation"]), {})
         for name, value in record.items():
-            if name not in _NOT_METRICS and _is_number(value):
+            if name not in _NOT_METRICS and is_number(value):
                 metrics.setdefault(name.removeprefix("metric."), {})[step] = as_number(value)
     elif "resumed" in record:
         run.restarts.append((step, _step(record.get("ranks")) or 0))
@@ -245,7 +245,7 @@ def _take_event(run: RunData, step: int, record: Json) -> None:
             elif isinstance(value, dict):
                 if isinstance(file := value.get("file"), str):
                     (run.images if file.endswith(".png") else run.tables).append(LoggedFile(step, name, file))
-            elif _is_number(value):
+            elif is_number(value):
                 run.logged.setdefault(name, {})[step] = as_number(value)
 
 
@@ -270,5 +270,5 @@ def _name(value: object) -> str:
     return value if isinstance(value, str) else "(no name)"
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))

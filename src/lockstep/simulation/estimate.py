@@ -104,9 +104,8 @@ class Estimator:
 
     def planned(self, config: Config) -> Plan:
         """Return the plan of a config on these ranks."""
-        return make_plan(
-            config, self.ranks, self.facts, self.parameters, Machine(memory=self.memory, decision=self.decision)
-        )
+        machine = Machine(memory=self.memory, decision=self.decision)
+        return make_plan(config, self.ranks, self.facts, self.parameters, machine)
 
     def _estimate(self, name: str, config: Config, *, planned: bool) -> StrategyMemory:
         refusal = ""
@@ -115,8 +114,7 @@ class Estimator:
                 peak = self.peak(config)
             except ConfigError as error:  # a combination that was never tested has a peak, too
                 refusal = str(error).splitlines()[0]
-                allowed = _replaced(config, ("run", "allow_untested"), True)
-                peak = self.peak(allowed)
+                peak = self.peak(config.with_values(run={"allow_untested": True}))
         except ConfigError:
             return StrategyMemory(name, planned, None, None, refusal)
         except Unpredictable as error:
@@ -182,13 +180,9 @@ def under(config: Config, strategy: Strategy, variant: Variant) -> Config:
     """Return the config with another strategy, and that strategy's other options as the config has them."""
     written = config.parallel.model_dump(exclude_unset=True)
     options = {**dict(written.get(strategy.section) or {}), **variant.options}
-    degrees = {"data": "auto", "shard": "auto"}
-    parallel = {
-        **written,
-        **degrees,
-        "strategy": written_name(strategy),
-        **({strategy.section: options} if options else {}),
-    }
+    parallel = {**written, "data": "auto", "shard": "auto", "strategy": written_name(strategy)}
+    if options:
+        parallel[strategy.section] = options
     return config.model_copy(update={"parallel": Parallel.model_validate(parallel)})
 
 
@@ -196,14 +190,8 @@ def _shortened(config: Config, plan: Plan) -> Config:
     micro_batches = min(plan.batch.accumulation, max(_MICRO_BATCHES, plan.mesh.pipeline))
     size = min(config.batch.global_size, plan.batch.micro_size * plan.mesh.shares * micro_batches)
     length = {"steps": UPDATES, "samples": None, "tokens": None, "epochs": None}
-    return config.model_copy(
-        update={
-            "batch": config.batch.model_copy(update={"global_size": size, "micro_size": plan.batch.micro_size}),
-            "run": config.run.model_copy(update=length),
-            "data": config.data.model_copy(update={"evaluation": {}}),
-            "parallel": config.parallel.model_copy(update={"strategy": plan.strategy}),
-        }
-    )
+    batch = {"global_size": size, "micro_size": plan.batch.micro_size}
+    return config.with_values(batch=batch, run=length, data={"evaluation": {}}, parallel={"strategy": plan.strategy})
 
 
 def _changes(config: Config, plan: Plan) -> Iterator[dict[str, object]]:
@@ -248,7 +236,7 @@ def readable(config: Config, facts: DataFacts) -> Config:
     """Return the config with data that can be read: its own, or made-up batches if it need not be on this machine."""
     if sizes_of_config(config) is None:
         return config
-    return config.model_copy(update={"data": config.data.model_copy(update={"train": made_up_data(config, facts)})})
+    return config.with_values(data={"train": made_up_data(config, facts)})
 
 
 def decide(estimator: Estimator) -> Decision:
@@ -288,8 +276,7 @@ def _largest(estimator: Estimator, strategy: str, config: Config, usable: int) -
     peaks: dict[int, int] = {}
 
     def fits(samples: int) -> bool:
-        batch = config.batch.model_copy(update={"micro_size": samples})
-        peaks[samples] = estimator.peak(config.model_copy(update={"batch": batch})).bytes
+        peaks[samples] = estimator.peak(config.with_values(batch={"micro_size": samples})).bytes
         return peaks[samples] <= usable
 
     def decision(samples: int) -> Decision:

@@ -68,9 +68,6 @@ class SimulatedGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
         return self._reduce("all_reduce", tensors, options)
 
-    def allreduce_coalesced(self, tensors: Any, options: Any = None) -> Any:
-        return self._reduce("all_reduce", tensors, options)
-
     def reduce(self, tensors: Any, options: Any = None) -> Any:
         return self._reduce("reduce", tensors, options)
 
@@ -158,13 +155,12 @@ class SimulatedGroup(dist.ProcessGroup):
             tensor.fill_(1)
         return _done(tensors)
 
-    def recv_anysource(self, tensors: Any, *where: Any) -> Any:
-        return self.recv(tensors)
-
     def barrier(self, opts: Any = None) -> Any:
         self.issued.append(Collective("barrier", self._size, 0))
         return _done([])
 
+    allreduce_coalesced = allreduce
+    recv_anysource = recv
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single

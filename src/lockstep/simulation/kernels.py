@@ -86,12 +86,11 @@ def _fp32(operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _fp32_result(operation: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    takes_dtype = any(argument.name == "dtype" for argument in operation._schema.arguments)
-    if takes_dtype and isinstance(args[0], Tensor) and args[0].dtype in _HALF and kwargs.get("dtype") is None:
-        given = {argument.name for argument in operation._schema.arguments[: len(args)]}
-        if "dtype" not in given:
+    names = [argument.name for argument in operation._schema.arguments]
+    if "dtype" in names and isinstance(args[0], Tensor) and args[0].dtype in _HALF and kwargs.get("dtype") is None:
+        place = names.index("dtype")
+        if place >= len(args):
             return args, {**kwargs, "dtype": torch.float32}
-        place = [argument.name for argument in operation._schema.arguments].index("dtype")
         if args[place] is None:
             return (*args[:place], torch.float32, *args[place + 1 :]), kwargs
     return args, kwargs

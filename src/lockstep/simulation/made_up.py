@@ -76,11 +76,8 @@ def made_up_data(config: Config, facts: DataFacts) -> CustomData:
     train, task = config.data.train, task_of(config, None)[0]
     check_task(train, task)
     own = task in (None, LANGUAGE_MODEL)
-    arguments: dict[str, Any] = {
-        "samples": facts.samples,
-        "vocabulary": _stated_vocabulary(config) or facts.vocabulary,
-        "own": own,
-    }
+    vocabulary = _stated_vocabulary(config) or facts.vocabulary
+    arguments: dict[str, Any] = {"samples": facts.samples, "vocabulary": vocabulary, "own": own}
     match train:
         case Tokens(length=length) | HuggingFaceData(packed=True, max_length=length):
             arguments |= {"length": length, "masked": False}
@@ -90,10 +87,8 @@ def made_up_data(config: Config, facts: DataFacts) -> CustomData:
             if has_classes:
                 arguments["outputs"] = _outputs(config)
         case _:
-            why = (
-                "is not on this machine, and its batches are not known in advance; fetch it first (lockstep data fetch)"
-            )
-            raise ConfigError(Problem("", "data.train", why))
+            why = "is not on this machine, and its batches are not known in advance"
+            raise ConfigError(Problem("", "data.train", f"{why}; fetch it first (lockstep data fetch)"))
     return CustomData(kind="custom", target=_TARGET, arguments=arguments)
 
 

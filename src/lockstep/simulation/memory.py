@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import repeat
+from itertools import accumulate, repeat
 from math import prod
 from typing import Any, Literal, get_args
 from unittest.mock import patch
@@ -31,6 +31,8 @@ from lockstep.distributed.shard_boxes import local_tensor
 Category = Literal[
     "parameters", "gradients", "optimizer", "activations", "logits", "casts", "communication", "buffers", "other"
 ]
+HEADS: Mapping[Category, str] = {"parameters": "params", "gradients": "grads", "communication": "comm."}
+"""Shorter names for the heads of tables."""
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 """Categories in the order of a table's columns.
 
@@ -138,18 +140,15 @@ class MemoryLedger:
         shapes = {tuple(parameter.shape) for parameter in model.parameters()} | set(gathered)
         shapes = {shape for shape in shapes if len(shape) > 1}
         for shape in shapes:
-            self._parameter_shapes.update(
-                (*shape[:dim], size // parts, *shape[dim + 1 :]) for dim, size in enumerate(shape)
-            )
+            for dim, size in enumerate(shape):
+                self._parameter_shapes.add((*shape[:dim], size // parts, *shape[dim + 1 :]))
         self._parameter_shapes |= shapes
 
     def peak(self) -> Peak:
         """Return the peak since the last `restart`."""
-        total = highest = length = 0
-        for place, (_, change) in enumerate(self._changes, 1):
-            total += change
-            if total > highest:
-                highest, length = total, place
+        totals = list(accumulate((change for _, change in self._changes), initial=0))
+        highest = max(totals)
+        length = totals.index(highest)
         by_category: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         held: dict[str, Counter[Category]] = {}
         for block, change in self._changes[:length]:

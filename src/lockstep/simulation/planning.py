@@ -36,7 +36,7 @@ from lockstep.simulation import device
 from lockstep.simulation.estimate import Estimator, StrategyMemory, decide
 from lockstep.simulation.failing import Unpredictable
 from lockstep.simulation.made_up import made_up_texts
-from lockstep.simulation.memory import CATEGORIES, Category, MemoryLedger, Peak, Watched, resizes_seen
+from lockstep.simulation.memory import CATEGORIES, HEADS, MemoryLedger, Peak, Watched, resizes_seen
 from lockstep.simulation.updates import run_updates
 from lockstep.training.ahead import imports_ahead
 from lockstep.training.api import resolved
@@ -59,7 +59,6 @@ Extent = Literal["all", "planned"]
 _MEASURED_UPDATES = 3
 _TIMED_UPDATES = 5
 _SHOWN = 1e-3  # fraction of a peak; a category with more has a column
-_HEADS: dict[Category, str] = {"parameters": "params", "gradients": "grads", "communication": "comm."}
 
 
 def estimate_memory(
@@ -140,14 +139,13 @@ def describe_memory(rows: Sequence[StrategyMemory], memory: int | None) -> str:
     """Return the table for people: a row for each strategy, a column for each category that any of them has."""
     peaks = [row.peak for row in rows if row.peak is not None]
     columns = [name for name in CATEGORIES if any(peak.by_category[name] > peak.bytes * _SHOWN for peak in peaks)]
-    heads = [*(_HEADS.get(name, name) for name in columns), "peak"]
+    heads = [*(HEADS.get(name, name) for name in columns), "peak"]
     lines = [f"{'peak of a rank':<14}" + "".join(f"{head:>12}" for head in heads) + "  fits"]
     for row in rows:
         mark = "  <-" if row.planned else ""
         if row.peak is None:
-            lines.append(
-                f"{row.name:<14}  {'the same' if row.note == rows[0].note and row != rows[0] else row.note}{mark}"
-            )
+            note = "the same" if row.note == rows[0].note and row != rows[0] else row.note
+            lines.append(f"{row.name:<14}  {note}{mark}")
             continue
         sizes = [*(row.peak.by_category[name] for name in columns), row.peak.bytes]
         tight = memory is not None and row.peak.bytes <= memory
@@ -164,7 +162,7 @@ def describe_measured(predicted: Peak, measured: Peak, *, on_cpu: bool) -> str:
     own = "of updates on this machine's CPU (its kernels hold other bytes than an accelerator's)"
     lines = [f"peak of a rank, {own if on_cpu else 'of updates on the accelerators of this machine'}:"]
     lines += [f"{'':<14}{'predicted':>14}{'measured':>14}{'ratio':>8}"]
-    pairs = [(_HEADS.get(name, name), predicted.by_category[name], measured.by_category[name]) for name in CATEGORIES]
+    pairs = [(HEADS.get(name, name), predicted.by_category[name], measured.by_category[name]) for name in CATEGORIES]
     for name, expected, actual in [*pairs, ("peak", predicted.bytes, measured.bytes)]:
         if expected or actual:
             ratio = f"{actual / expected:.3f}" if expected else "-"
@@ -196,9 +194,8 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
     """Return the predicted and the measured peak of the rank that needs most, over three updates on this machine."""
     given = UserObjects(trust_remote_code=trust_remote_code)
     length = {"steps": _MEASURED_UPDATES, "samples": None, "tokens": None, "epochs": None}
-    config = loaded.config.model_copy(update={"run": loaded.config.run.model_copy(update=length)})
     estimator = estimator_for(loaded, None, trust_remote_code=trust_remote_code)
-    config = settled(config, estimator)
+    config = settled(loaded.config.with_values(run=length), estimator)
     ranks, on_cpu = choose_ranks(config.launch), not count_accelerators(config.launch)[1]
     estimator = replace(estimator, device_type="cpu" if on_cpu else device.NAME)
     predicted, why = None, ""
@@ -238,10 +235,10 @@ def measured_modes(loaded: LoadedConfig, names: str, *, trust_remote_code: bool)
         if name not in MODES:
             raise ConfigError(f"--modes: there is no mode {name!r}; {did_you_mean(name, MODES)}")
     length = {"steps": _MEASURED_UPDATES + _TIMED_UPDATES, "samples": None, "tokens": None, "epochs": None}
-    update: dict[str, Any] = {"run": loaded.config.run.model_copy(update=length)}
     given, ranks = UserObjects(trust_remote_code=trust_remote_code), choose_ranks(loaded.config.launch)
     for name in dict.fromkeys(["none", *chosen]):
-        config = loaded.config.model_copy(update=update | {"memory": Memory.model_validate(MODES[name])})
+        memory = {"memory": Memory.model_validate(MODES[name])}
+        config = loaded.config.with_values(run=length).model_copy(update=memory)
         try:
             peak, _, milliseconds = _measured(config, given, ranks, _TIMED_UPDATES)
             yield {"mode": name, "peak": peak.bytes, "milliseconds": milliseconds, "why": ""}
@@ -282,9 +279,7 @@ def _measured(config: Config, given: UserObjects, ranks: int, timed: int = 0) ->
 def settled(config: Config, estimator: Estimator) -> Config:
     """Return the config with the strategy and the micro-batch of its plan, which `auto` may take."""
     plan = replace(estimator, decision=decision_of(estimator)[0]).planned(estimator.config)
-    parallel = config.parallel.model_copy(update={"strategy": plan.strategy})
-    batch = config.batch.model_copy(update={"micro_size": plan.batch.micro_size})
-    return config.model_copy(update={"parallel": parallel, "batch": batch})
+    return config.with_values(parallel={"strategy": plan.strategy}, batch={"micro_size": plan.batch.micro_size})
 
 
 def _measure_rank(config: Config, given: UserObjects, timed: int, folder: Path) -> int:

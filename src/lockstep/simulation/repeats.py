@@ -61,13 +61,8 @@ _known: dict[Key, Repeat] = {}
 def key_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Key | None:
     """Return what an operation's result depends on; None if that isn't known."""
     parts: list[object] = [func, torch.get_default_dtype()]
-    if not _add(parts, args):
-        return None
-    for name, value in kwargs.items():
-        parts.append(name)
-        if not _add(parts, (value,)):
-            return None
-    return tuple(parts)
+    is_known = _add(parts, args) and all(_add(parts, item) for item in kwargs.items())
+    return tuple(parts) if is_known else None
 
 
 def _add(parts: list[object], values: Sequence[object]) -> bool:
@@ -104,29 +99,20 @@ def remember(
     is_small: Callable[[Tensor], bool],
 ) -> None:
     """Record how the result of an operation was made, if it can be repeated."""
-    if (
-        func.namespace not in _NAMESPACES
-        or not _UNREPEATABLE.isdisjoint(func.tags)
-        or torch.is_inference_mode_enabled()
-    ):
+    if func.namespace not in _NAMESPACES or not _UNREPEATABLE.isdisjoint(func.tags):
         return
-    if func._schema.name.partition("::")[2] in _CHANGES_ITS_INPUT:
+    if torch.is_inference_mode_enabled() or func._schema.name.partition("::")[2] in _CHANGES_ITS_INPUT:
         return
     container = type(result) if type(result) in (list, tuple) else None
     values = result if container is not None else [] if result is None else [result]
     inputs = [value for value in (*_flat(args), *_flat(tuple(kwargs.values()))) if isinstance(value, FakeTensor)]
-    outputs = []
-    for value in values:
-        output = None
-        if value is not None:
-            output = _output_of(value, args, inputs)
-            if output is None:
-                return
-        outputs.append(output)
+    outputs = tuple(None if value is None else _output_of(value, args, inputs) for value in values)
+    if any(output is None and value is not None for output, value in zip(outputs, values, strict=True)):
+        return
     small = all(map(is_small, (*inputs, *(value for value in values if value is not None))))
     if len(_known) >= _MOST:
         _known.clear()
-    _known[key] = Repeat(tuple(outputs), container, small)
+    _known[key] = Repeat(outputs, container, small)
 
 
 def _output_of(value: Any, args: tuple[Any, ...], inputs: Sequence[FakeTensor]) -> _Output | None:
@@ -138,14 +124,13 @@ def _output_of(value: Any, args: tuple[Any, ...], inputs: Sequence[FakeTensor]) 
     if value.requires_grad or value.constant is not None or value.is_neg():
         return None
     storage = value.untyped_storage()._cdata
+    view_of: int | None = None
     if any(storage == tensor.untyped_storage()._cdata for tensor in inputs):
         owners = [i for i, argument in enumerate(args) if isinstance(argument, FakeTensor)]
         owners = [index for index in owners if args[index].untyped_storage()._cdata == storage]
         if len(owners) != 1:
             return None
-        view_of: int | None = owners[0]
-    else:
-        view_of = None
+        view_of = owners[0]
     output = _Output(
         view_of=view_of,
         shape=tuple(value.shape),

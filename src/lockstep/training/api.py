@@ -166,7 +166,6 @@ def _layers(values: Mapping[str, Any], given: Mapping[str, Any]) -> list[Mapping
 
 
 def _given_sections(given: UserObjects) -> dict[str, Any]:
-    """Return the sections of a config that objects stand for."""
     kind: dict[str, Any] = {"kind": "given"}
     source = kind if given.collate is None else {**kind, "collate": "given"}
     data: dict[str, Any] = {} if given.train_dataset is None else {"train": source}

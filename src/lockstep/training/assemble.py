@@ -225,8 +225,7 @@ def _meta_model(
     partitioned = any(degree != 1 for degree in (config.parallel.pipeline, config.parallel.tensor))
     if strategy == "auto" and world.size > 1 and config.model.kind not in ("given", "custom"):
         sketch = sketch_model(config.model, facts, trust_remote_code=given.trust_remote_code)
-        facts_of_sketch = parameter_facts(sketch)
-        choice = choose_strategy(config, world.size, facts_of_sketch, machine.memory, machine.decision)
+        choice = choose_strategy(config, world.size, parameter_facts(sketch), machine.memory, machine.decision)
         strategy = choice.strategy.name
     builder = None if strategy == "auto" else load_builder(strategy)
     if not partitioned and (builder is None or (builder.shard is None and not builder.shards_in_build(config))):

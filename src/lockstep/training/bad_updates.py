@@ -104,8 +104,7 @@ class BadUpdates:
         suspects = self._suspects(report)
         samples = [sample for part in suspects for sample in part.samples]
         if not suspects:
-            first = report.samples - report.update_samples
-            samples = self._components.loader.samples_between(first, report.samples)
+            samples = self._components.loader.samples_between(report.samples - report.update_samples, report.samples)
         where = listed([str(part) for part in suspects], _MOST_NAMED) if suspects else ""
         named = tuple(dict.fromkeys(samples))[:_MOST_RECORDED]
         return NumbersReport(report.step, report.step, what, action, named, where)

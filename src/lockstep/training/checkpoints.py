@@ -246,7 +246,6 @@ class Checkpoints(Saves):
                 self.snapshots.hold()
 
     def _add_evaluation(self) -> None:
-        """Add the evaluation at this step to its checkpoint."""
         state, metrics = evaluation = self._evaluation()
         if evaluation == self._saved_evaluation:
             return

@@ -226,8 +226,7 @@ def _reports_in(manifest: Manifest, names: Sequence[str]) -> tuple[EvaluationRep
     for key, value in manifest.metrics.items():
         name = max((name for name in names if key.startswith(f"{name}.")), key=len, default=None)
         if name is not None:
-            of_set = metrics.setdefault(name, {})
-            of_set[key.removeprefix(f"{name}.")] = math.nan if value is None else value
+            metrics.setdefault(name, {})[key.removeprefix(f"{name}.")] = math.nan if value is None else value
     if metrics.keys() != set(names):
         return ()
     return tuple(EvaluationReport(name, manifest.step, metrics[name], 0, 0.0) for name in names)

@@ -159,9 +159,8 @@ class ExportedState:
         torch.save(optimizer.state_dict(), folder / "optimizer.pt")
         rates = {key: [group[key] for group in optimizer.param_groups] for key in ("initial_lr", "lr")}
         schedule = {"base_lrs": rates["initial_lr"], "_last_lr": rates["lr"], "last_epoch": steps}
-        torch.save(
-            {**schedule, "_step_count": steps + 1, "lr_lambdas": [None] * len(rates["lr"])}, folder / "scheduler.pt"
-        )
+        lambdas = [None] * len(rates["lr"])
+        torch.save({**schedule, "_step_count": steps + 1, "lr_lambdas": lambdas}, folder / "scheduler.pt")
         state = {"global_step": steps, "epoch": self.epoch, "max_steps": self.steps or 0, "log_history": []}
         state |= {"train_batch_size": self.config.batch.global_size, "logging_steps": 1}
         state["stateful_callbacks"] = {"TrainerControl": {"args": {}, "attributes": {}}}  # it saves into it
@@ -332,8 +331,7 @@ def _config_of(location: CheckpointLocation) -> LoadedConfig:
         return location.loaded
     names = names_by_step(location.storage.names())
     broken: dict[str, str] = {}
-    for step in sorted(names, reverse=True):
-        name = names[step]
+    for name in [names[step] for step in sorted(names, reverse=True)]:
         try:
             manifest = read_manifest(location.storage, name)
         except CorruptCheckpoint as fault:
@@ -445,10 +443,8 @@ def _refuse_to_overwrite(target: Path, form: Form, *, force: bool) -> None:
         raise ConfigError(f"{target} is a file, and --format {form} writes a folder")
     if not force:
         raise ConfigError(f"{target} exists; --force replaces it")
-    is_model = any((target / name).is_file() for name in ("config.json", ".metadata")) and all(
-        entry.is_file() for entry in entries
-    )
-    if target.is_dir() and not is_model:
+    is_model = not {"config.json", ".metadata"}.isdisjoint(entry.name for entry in entries)
+    if target.is_dir() and not (is_model and all(entry.is_file() for entry in entries)):
         raise ConfigError(f"{target} holds more than a model: --force doesn't delete it; give another folder")
 
 

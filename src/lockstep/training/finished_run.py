@@ -46,15 +46,14 @@ def evaluate_run(
         why = f"the run has no evaluation sets; add one to {run}/config.yaml, such as {_EVALUATION_SET}"
         raise ConfigError(Problem("", "data.evaluation", why))
     if ranks is not None:
-        config = config.model_copy(update={"launch": config.launch.model_copy(update={"ranks": ranks})})
+        config = config.with_values(launch={"ranks": ranks})
     with tempfile.TemporaryDirectory(prefix="lockstep-eval-") as folder:
         file = Path(folder, "evaluation.json")
         entry = partial(_evaluate_rank, config, run, file, trust_remote_code)
         if names_a_rank(os.environ):
             code = entry()
         else:
-            number = choose_ranks(config.launch)
-            code = launch(entry, number, config.launch, None, preload=imports_ahead(config)).show()
+            code = launch(entry, choose_ranks(config.launch), config.launch, None, preload=imports_ahead(config)).show()
         return code, json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
@@ -67,15 +66,14 @@ def _evaluation_config(config: Config) -> Config:
     name = config.parallel.strategy
     strategy = AUTO if name != AUTO and find_strategy(name).needs_optimizer else name
     degrees = {"data": "auto", "shard": "auto", "pipeline": 1, "context": 1, "tensor": 1}
-    changes: dict[str, Any] = {"parallel": config.parallel.model_copy(update={"strategy": strategy, **degrees})}
     none = {"name": "sgd", "momentum": 0.0, "target": None, "in_backward": False}  # what needs no memory in the plan
-    changes["optim"] = config.optim.model_copy(update=none)
+    changes: dict[str, dict[str, Any]] = {"parallel": {"strategy": strategy, **degrees}, "optim": none}
     if config.schedule.kind == "given":
-        changes["schedule"] = config.schedule.model_copy(update={"kind": "constant"})
+        changes["schedule"] = {"kind": "constant"}
     sets = config.data.evaluation
     if config.data.train.kind == "given" and sets and all(data.kind != "given" for data in sets.values()):
-        changes["data"] = config.data.model_copy(update={"train": next(iter(sets.values()))})
-    return config.model_copy(update=changes)
+        changes["data"] = {"train": next(iter(sets.values()))}
+    return config.with_values(**changes)
 
 
 def _evaluate_rank(config: Config, run: Path, file: Path, trust_remote_code: bool) -> int:

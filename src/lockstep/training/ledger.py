@@ -224,7 +224,6 @@ def _left_out(state: Mapping[str, Any], samples: int) -> list[LeftOutSample]:
 
 
 def _digest_of(left_out: Sequence[LeftOutSample], segment: Segment) -> int:
-    """Return the digest of the samples that are left out of a segment."""
     epoch_samples, total, first = segment.order.epoch_samples, 0, segment.first
     while first < segment.last:
         epoch = first // epoch_samples

@@ -52,7 +52,7 @@ def plan_run(
             raise
         facts, why = sizes, str(error).splitlines()[0]
         notes = [f"data.train was not read, so the run's length isn't known: {why}."]
-        config = config.model_copy(update={"run": config.run.model_copy(update=_LONG)})
+        config = config.with_values(run=_LONG)
     model = sketch_model(config.model, facts, trust_remote_code=trust_remote_code)
     ranks = choose_ranks(config.launch)
     machine = Machine(memory=memory or memory_here(config, ranks), decision=decision[0], undecided=decision[1])

@@ -108,8 +108,7 @@ def facts_of_data(config: Config, given: UserObjects) -> DataFacts:
     """Return the facts of the training data that the model needs; a user's data isn't opened, and has none."""
     if config.data.train.kind in _USERS_DATA:
         return _NOTHING
-    alone = config.data.model_copy(update={"evaluation": {}})
-    return open_sources(config.model_copy(update={"data": alone}), given)[0].facts
+    return open_sources(config.with_values(data={"evaluation": {}}), given)[0].facts
 
 
 def make_objective(

@@ -77,11 +77,8 @@ def decided(job: Job, decision: Mapping[str, Any]) -> Job:
     """Return the job of this host as the leader has decided."""
     fields = dict(decision["resume"])
     origin = job.resume.origin if fields.pop("forks") else None
-    sizes = decision["micro_sizes"].items()
-    sections = {name: getattr(job.config, name).model_copy(update={"micro_size": size}) for name, size in sizes}
-    return replace(
-        job, config=job.config.model_copy(update=sections), resume=replace(job.resume, origin=origin, **fields)
-    )
+    sizes = {name: {"micro_size": size} for name, size in decision["micro_sizes"].items()}
+    return replace(job, config=job.config.with_values(**sizes), resume=replace(job.resume, origin=origin, **fields))
 
 
 class SmallerBatches:
@@ -107,10 +104,9 @@ class SmallerBatches:
         changed = self.job.config
         for key, size in sizes.items():
             name, _, option = key.partition(".")
-            section = getattr(changed, name)
-            current = getattr(section, option)
+            current = getattr(getattr(changed, name), option)
             if size > 1 and (current == "auto" or current >= size):
-                changed = changed.model_copy(update={name: section.model_copy(update={option: half(size)})})
+                changed = changed.with_values(**{name: {option: half(size)}})
         micro_size, before = changed.batch.micro_size, self.job.config.batch.micro_size
         is_too_small = micro_size != "auto" and micro_size < (self._of_last_attempt("least_micro_size") or 1)
         if changed == self.job.config or (is_too_small and micro_size != before):
@@ -203,7 +199,6 @@ def _check_start(config: Config, resume: Resume) -> None:
 
 
 def _refuse_other_settings(config: Config, folder: Path) -> None:
-    """Raise ConfigError if the folder's run was trained with other settings."""
     differences = other_settings(config, run_config(folder))
     if not differences:
         return
@@ -387,8 +382,8 @@ def train_on_hosts(job: Job, ranks: int | Literal["auto"]) -> tuple[Path | None,
         import_ahead(imports_ahead(job.config))
         hosts.meet()
         interface_variables(section.interface)  # refused here, before anything is made, all hosts report it
-        alone = section.model_copy(update={"nodes": 1, "rendezvous": None, "node_rank": None})
-        job = replace(job, config=job.config.model_copy(update={"launch": alone}))  # may be trained from on one host
+        alone = {"nodes": 1, "rendezvous": None, "node_rank": None}  # the run may be trained from on one host
+        job = replace(job, config=job.config.with_values(launch=alone))
         return _lead(job, number, hosts) if hosts.leads else _follow(job, number, hosts)
 
 
@@ -422,7 +417,6 @@ def _lead(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResult
 
 
 def _follow(job: Job, ranks: int, hosts: Hosts) -> tuple[Path | None, LaunchResult]:
-    """Start this host's ranks in the run that the leader has made."""
     path = hosts.wait_for_folder()
     if path is None:
         print_on_stderr("nothing is left to train, as node 0 reports")

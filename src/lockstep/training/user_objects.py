@@ -100,8 +100,7 @@ def _wrong(given: UserObjects) -> Iterator[tuple[str, str]]:
             yield name, why
     datasets: object = given.eval_datasets
     if not isinstance(datasets, Mapping):
-        kind = type(datasets).__name__
-        yield "eval_datasets", f"is of type {kind}; pass datasets by name: {{'held-out': dataset}}"
+        yield "eval_datasets", f"is of type {type(datasets).__name__}; pass datasets by name: {{'held-out': dataset}}"
     for name, protocol in (("monitors", Monitor), ("trackers", Tracker), ("transforms", Transform)):
         values = getattr(given, name)
         if not isinstance(values, Sequence) or isinstance(values, str):
@@ -115,7 +114,6 @@ def _wrong(given: UserObjects) -> Iterator[tuple[str, str]]:
 
 
 def _refusal(name: str, value: Any) -> str | None:
-    """Return why an object doesn't fit the argument; None if it does."""
     expected, kind = _TAKES[name][0], value if isinstance(value, type) else type(value)
     if isinstance(value, str):
         return f"is the text {value!r}; pass {expected}, or set {name} in the config"

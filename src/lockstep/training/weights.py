@@ -163,6 +163,4 @@ def tokenizer_of(model: Model, data: DataSource) -> str | None:
 
 def to_rebuild(loaded: LoadedConfig, *, trusted: bool) -> Config:
     """Return the config to build a run's model from again. Raises ConfigError if its code isn't trusted."""
-    config = approved(loaded, trusted=trusted)
-    section = config.model.model_copy(update={"init_from": None, "init_partial": False})
-    return config.model_copy(update={"model": section})
+    return approved(loaded, trusted=trusted).with_values(model={"init_from": None, "init_partial": False})

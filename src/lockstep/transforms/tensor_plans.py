@@ -109,7 +109,6 @@ def _huggingface(model: nn.Module, options: TensorParallelOptions) -> dict[str, 
 
 
 def _resolved(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
-    """Return the style of each module that a pattern names."""
     plan: dict[str, str] = {}
     names = [name for name, _ in model.named_modules() if name]
     for pattern, style in patterns.items():
@@ -162,7 +161,6 @@ def _add_tied(model: nn.Module, plan: dict[str, str]) -> None:
 
 
 def _shard_logits(model: nn.Module, plan: dict[str, str]) -> None:
-    """Have the last module keep its logits sharded."""
     last = [name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))][-1]
     if plan.get(last) != "colwise_gather_output":
         why = f"true, but it takes a plan with colwise_gather_output for the last module, {last}; write false"
