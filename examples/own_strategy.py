@@ -19,7 +19,7 @@ from lockstep.sharding import (
     present_gradients,
     trainable_parameters,
 )
-from lockstep.strategies import Section, StateSharding, StrategyMemory, Variant, gradients_all_reduced
+from lockstep.strategies import MemoryUse, Section, StateSharding, Variant, gradients_all_reduced
 
 
 class FlatOptions(Section):
@@ -63,7 +63,7 @@ STRATEGY = lockstep.extend.Strategy(
     name="flat",
     build=Builder(build),
     options=FlatOptions,
-    memory=StrategyMemory(holds_everything=True),
+    memory=MemoryUse(holds_everything=True),
     variants=(
         Variant(
             name="flat",

@@ -271,7 +271,7 @@ def register() -> Any:
 
     module = _device()
 
-    class Hooks(torch._C._acc.PrivateUse1Hooks):
+    class DeviceHooks(torch._C._acc.PrivateUse1Hooks):
         """Answers torch's questions about the device: it is there while something is simulated."""
 
         def is_available(self) -> bool:
@@ -284,6 +284,6 @@ def register() -> Any:
             return True
 
     backend_registration._setup_privateuseone_for_python_backend(
-        NAME, backend_module=module, hook=Hooks(), device_guard=_guard()
+        NAME, backend_module=module, hook=DeviceHooks(), device_guard=_guard()
     )
     return module

@@ -5,10 +5,10 @@ from lockstep.strategies.record import (
     Combinations,
     Exactness,
     Hooks,
+    MemoryUse,
     MeshKind,
     StateSharding,
     Strategy,
-    StrategyMemory,
     Traffic,
     Update,
     Variant,
@@ -18,6 +18,6 @@ from lockstep.strategies.registry import register_strategy
 from lockstep.strategies.section import Section
 
 __all__ = [
-    "Cell", "Combinations", "Exactness", "Hooks", "MeshKind", "Section", "StateSharding", "Strategy", "StrategyMemory",
+    "Cell", "Combinations", "Exactness", "Hooks", "MemoryUse", "MeshKind", "Section", "StateSharding", "Strategy",
     "Traffic", "Update", "Variant", "gradients_all_reduced", "register_strategy",
 ]  # fmt: skip

@@ -12,9 +12,9 @@ from pydantic import Field
 from lockstep.strategies.record import (
     Combinations,
     Exactness,
+    MemoryUse,
     StateSharding,
     Strategy,
-    StrategyMemory,
     Variant,
     gradients_all_reduced,
 )
@@ -79,7 +79,7 @@ STRATEGY = Strategy(
         },
         lossy=_lossy,
     ),
-    memory=StrategyMemory(holds_everything=True),
+    memory=MemoryUse(holds_everything=True),
     remarks=lambda options: (_NOT_SAVED,) if options.compression == "powersgd" else (),
     variants=(
         Variant(

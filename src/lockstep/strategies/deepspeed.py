@@ -20,9 +20,9 @@ from lockstep.strategies.record import (
     CPU,
     NONE,
     Hooks,
+    MemoryUse,
     StateSharding,
     Strategy,
-    StrategyMemory,
     Traffic,
     Update,
     Variant,
@@ -76,7 +76,7 @@ STRATEGY = Strategy(
     build="lockstep.sharding.deepspeed:BUILDER",
     options=DeepSpeed,
     family="DeepSpeed ZeRO",
-    memory=StrategyMemory(
+    memory=MemoryUse(
         element_bytes=lambda options: (2, 2) if options.bf16_weights else (None if options.zero_stage == 3 else 4, 4),
         offloads=lambda options: options.offload_optimizer != "none" or options.offload_param != "none",
     ),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from lockstep.strategies.record import (
     Combinations,
+    MemoryUse,
     StateSharding,
     Strategy,
-    StrategyMemory,
     Variant,
     nothing_sent,
     refused,
@@ -16,7 +16,7 @@ STRATEGY = Strategy(
     name="dp",
     build="lockstep.sharding.data_parallel:BUILDER",
     combines=Combinations(one_process="one process over all its GPUs", finds_unused=True),
-    memory=StrategyMemory(holds_everything=True),
+    memory=MemoryUse(holds_everything=True),
     unwrapped="dp spreads a batch over the GPUs of one process; with fewer than two it runs as single",
     cells={"chunked loss": refused("the heads of its replicas don't receive their targets; take single, or ddp")},
     variants=(

@@ -20,10 +20,10 @@ from lockstep.strategies.record import (
     Combinations,
     Exactness,
     Hooks,
+    MemoryUse,
     MeshKind,
     StateSharding,
     Strategy,
-    StrategyMemory,
     Traffic,
     Update,
     Variant,
@@ -136,7 +136,7 @@ STRATEGY = Strategy(
         finds_unused=True,
         heeds={"ddp": "find_unused_parameters"},
     ),
-    memory=StrategyMemory(
+    memory=MemoryUse(
         offloads=lambda options: options.cpu_offload,
         saves_memory={"reduce_every": "micro-batch"},
         element_bytes=lambda options: (

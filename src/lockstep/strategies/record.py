@@ -183,7 +183,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combinations:
-    """What a strategy combines with; the plan reads it.
+    """Axes, partitions and options that a strategy combines with; the plan reads them.
 
     Attributes:
         axes, verified_axes: Mesh axes (pipeline, context, tensor) that it combines with; that `verify` combines.
@@ -227,8 +227,8 @@ class Exactness:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyMemory:
-    """What it holds and gathers; the estimate of memory and the start of a rank read it.
+class MemoryUse:
+    """Memory that a strategy holds and gathers; the estimate of memory and the start of a rank read it.
 
     Attributes:
         holds_everything: Each rank has the whole training state.
@@ -245,7 +245,7 @@ class StrategyMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """Its own checks and imports, each as `module:function`.
+    """Checks and imports of a strategy, each as `module:function`.
 
     Attributes:
         check: (config, plan) -> warnings; raises ConfigError.
@@ -289,7 +289,7 @@ class Strategy:
     unwrapped: str = ""
     combines: Combinations = Combinations()
     exactness: Exactness = Exactness()
-    memory: StrategyMemory = StrategyMemory()
+    memory: MemoryUse = MemoryUse()
     hooks: Hooks = Hooks()
 
     @property

@@ -6,9 +6,9 @@ from lockstep.strategies.record import (
     CPU,
     Combinations,
     Exactness,
+    MemoryUse,
     StateSharding,
     Strategy,
-    StrategyMemory,
     Variant,
     nothing_sent,
 )
@@ -18,7 +18,7 @@ STRATEGY = Strategy(
     build="lockstep.sharding.single:BUILDER",
     exactness=Exactness(reference=True, invariant=True),
     combines=Combinations(one_process="one process", finds_unused=True),
-    memory=StrategyMemory(holds_everything=True),
+    memory=MemoryUse(holds_everything=True),
     cells={"optimizer in backward": CPU},
     variants=(
         Variant(
