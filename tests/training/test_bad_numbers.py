@@ -121,11 +121,11 @@ def _reports(*, on_device: bool) -> list[StepReport]:
         if on_device:
             world = components.world
             late = dataclasses.replace(
-                components,
+                components.update,
                 consensus=DeviceConsensus(world.axis, world.device),
                 readback=Readback(world.device, late=True),
             )
-            session = Session(late)
+            session = Session(dataclasses.replace(components, update=late))
         return list(session)
 
 

@@ -219,7 +219,7 @@ def test_damage_to_optimizer_state_is_not_looked_for(
     assert main(["ckpt", "verify", str(folder), "--step", "5"]) == 3
     assert main(["export", "--help"]) == 0
     said = capsys.readouterr().out
-    assert "every byte of the model verifies" in " ".join(said.split())
+    assert "verifying every byte of the model" in " ".join(said.split())
     assert gives(" ".join(said.split()), "Optimizer state", "lockstep ckpt verify RUN")
 
 

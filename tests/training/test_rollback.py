@@ -301,7 +301,8 @@ def of_session(asked: dict[str, Any], *, on_device: bool) -> tuple[list[Any], st
             components = components_of(session)
             world = components.world
             late = DeviceConsensus(world.axis, world.device), Readback(world.device, late=True)
-            session = Session(replace(components, consensus=late[0], readback=late[1]))
+            update = replace(components.update, consensus=late[0], readback=late[1])
+            session = Session(replace(components, update=update))
         try:
             for report in session:
                 reports.append((report.step, report.loss, report.kept, report.samples, report.tokens))

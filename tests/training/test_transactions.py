@@ -268,7 +268,8 @@ def _as_on_a_gpu(session: Session) -> Session:
     device = components_of(session).world.device
     components = components_of(session)
     consensus = DeviceConsensus(components.world.axis, device)
-    return Session(dataclasses.replace(components, consensus=consensus, readback=Readback(device, late=True)))
+    late = dataclasses.replace(components.update, consensus=consensus, readback=Readback(device, late=True))
+    return Session(dataclasses.replace(components, update=late))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
