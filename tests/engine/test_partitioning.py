@@ -162,7 +162,7 @@ class AfterTheTable(Chain):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(Skipping, "computes something between blocks"), (AfterTheTable, "with table.weight before the")],
+    [(Skipping, "computes something between blocks"), (AfterTheTable, "of table.weight before the")],
 )
 def test_blocks_that_form_no_chain_are_refused_on_every_rank(kind: type[Chain], message: str) -> None:
     for rank in range(2):
