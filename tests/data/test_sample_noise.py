@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from lockstep.data.noise import keyed_generators, uniform, use_epoch
+from lockstep.data.noise import drop_second_normal, keyed_generators, uniform, use_epoch
 from lockstep.distributed import generators
 
 
@@ -42,6 +43,16 @@ def test_keyed_generators_are_restored_after_nesting_and_errors() -> None:
         with pytest.raises(KeyError):
             _fail_with_key(2)
         assert [first, _draws()] == expected
+
+
+def test_normal_numbers_after_a_fetch_are_those_with_workers() -> None:
+    def after(fetch: Callable[[], object]) -> list[float]:
+        np.random.seed(3)
+        np.random.normal()
+        fetch()
+        return [float(np.random.normal()) for _ in range(3)]
+
+    assert after(lambda: _draws_of(1)) == after(drop_second_normal)
 
 
 def test_registered_generators_are_keyed_in_a_fetch_and_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

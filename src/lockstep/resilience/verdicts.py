@@ -143,8 +143,13 @@ class _Recent:
             """Return the largest deviation of the numbers at `low` to `low` + `middle`."""
             return max(numbers[low + middle] - median, median - numbers[low])
 
-        last = self._window - 1 - middle
-        low = bisect_left(range(last), 0.0, key=lambda low: numbers[low + middle] + numbers[low] - 2 * median)
+        low, high = 0, self._window - 1 - middle
+        while low < high:  # the first whose largest number is as far from the median as its smallest, or farther
+            half = (low + high) // 2
+            if numbers[half + middle] + numbers[half] < 2 * median:
+                low = half + 1
+            else:
+                high = half
         return min(reach(low), reach(max(0, low - 1)))
 
 
