@@ -241,7 +241,6 @@ class SkippingSource:
         if not len(usable):
             rows = np.repeat(self._good_sample(), min(len(indices), 2))  # batch norm can't be computed of one
             return replace(self._read(rows), samples=0, tokens=0, left_out=_listed(indices, left_out))
-        generators = noise.generator_states() if self.draws else None
         try:
             batch = self._read(usable)
         except Exception as error:
@@ -249,8 +248,8 @@ class SkippingSource:
             if not faults:
                 raise
             self._known |= faults  # a data worker has no other way to know them
-            if generators is not None:  # the samples that remain are drawn as if the others had never been there
-                noise.restore_generators(generators)
+            if self.draws:  # the samples that remain are drawn as if the others had never been there
+                noise.seed_again()
             return self.fetch(indices)
         return replace(batch, left_out=_listed(indices, left_out)) if left_out else batch
 

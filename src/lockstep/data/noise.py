@@ -22,11 +22,17 @@ from numpy.typing import NDArray
 
 from lockstep.data.order import Indices, mix
 from lockstep.distributed import generators
+from lockstep.distributed.rng import seed_host
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: SplitMix64's step from draw to draw
-_epoch_key = 0
-_States = tuple[Any, Any, torch.Tensor, dict[str, torch.Tensor]]
-_numpy = np.random.MT19937(0)  # NumPy's generator in a fetch: an exchange takes 0.5 us, a copy of the state 100 us
+_epoch_key = _seed = 0
+
+
+class _OfFetch(np.random.MT19937):
+    """NumPy's generator in a fetch: to exchange generators takes 0.5 us, to copy a state 100 us."""
+
+
+_numpy = _OfFetch(0)
 
 
 def use_epoch(key: int) -> None:
@@ -54,31 +60,36 @@ def keyed_generators(key: int) -> Iterator[None]:
         restore_generators(states)
 
 
-def seed_generators(key: int) -> _States:
+def seed_generators(key: int) -> tuple[Any, ...]:
     """Seed them, and return what `restore_generators` needs; NumPy's drops the second number of a pair of normals."""
     outer = np.random.get_bit_generator()
-    states = random.getstate(), outer, torch.random.get_rng_state(), generators.on_host()
-    own = np.random.MT19937(0) if outer is _numpy else _numpy
-    own._legacy_seeding(key % 2**32)  # as np.random.seed does
-    np.random.set_bit_generator(own)
-    random.seed(key)
-    torch.default_generator.manual_seed(key)
-    generators.seed_on_host(key)
+    states = _seed, random.getstate(), outer, torch.random.get_rng_state(), generators.on_host()
+    np.random.set_bit_generator(_OfFetch(0) if isinstance(outer, _OfFetch) else _numpy)
+    _seed_with(key)
     return states
 
 
-def generator_states() -> _States:
-    """Return the states of the CPU generators of the process, and of those that user code has registered."""
-    return random.getstate(), np.random.get_state(), torch.random.get_rng_state(), generators.on_host()
+def seed_again() -> None:
+    """Let the fetch in progress draw the same numbers again."""
+    _seed_with(_seed)
 
 
-def restore_generators(states: _States) -> None:
-    """Restore what `seed_generators` or `generator_states` has returned."""
-    python, numpy, pytorch, registered = states
+def restore_generators(states: tuple[Any, ...]) -> None:
+    """Restore what `seed_generators` has returned."""
+    global _seed
+    _seed, python, numpy, pytorch, registered = states
     random.setstate(python)
-    (np.random.set_state if isinstance(numpy, tuple) else np.random.set_bit_generator)(numpy)
+    np.random.set_bit_generator(numpy)
     torch.random.set_rng_state(pytorch)
     generators.put_on_host(registered)
+
+
+def _seed_with(key: int) -> None:
+    global _seed
+    _seed = key
+    seed_host(key)
+    torch.default_generator.manual_seed(key)
+    generators.seed_on_host(key)
 
 
 def drop_second_normal() -> None:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 def seed_everything(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators, on all devices."""
-    _seed_host(seed)
+    seed_host(seed)
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
     else:  # without the notes on seeds that torch keeps for devices that aren't there: 5 ms
         torch.default_generator.manual_seed(seed)
 
 
-def _seed_host(seed: int) -> None:
+def seed_host(seed: int) -> None:
     """Seed Python's and NumPy's generators: 5.5 us; with more than 32 bits, NumPy's would already take 8 us."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -71,6 +71,6 @@ class KeyedDraws:
 
     def _seed_with(self, *parts: int | str) -> None:
         number = key(self._seed, *parts, *self._part) >> 1
-        _seed_host(number)
+        seed_host(number)
         for generator in self._generators:
             generator.manual_seed(number)
