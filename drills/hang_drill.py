@@ -58,9 +58,7 @@ ROWS = (
     "ddp 3 hang 2 forward", "ddp 3 stop 1 backward", "ddp 3 gil 1 backward", "fsdp 3 gil 2 forward",
     "single 1 hang 0 forward", "single 1 gil 0 data",
 )  # fmt: skip
-_NAMED = re.compile(
-    r"^lockstep: (?:ranks? ([\d, and]+) (?:ha(?:s|ve)n't moved|(?:is|are) stopped)|(no rank has moved))"
-)
+_NAMED = re.compile(r"^lockstep: (?:ranks? ([\d, and]+) hangs?\b|(the ranks wait in collectives))")
 _LONG = (
     "--model.compile=true", "--run.steps=10000000", "--evaluation.every=40 steps", "--checkpoint.every=25 steps",
     "--data.evaluation.held-out.samples=512",
