@@ -32,6 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,10 @@ OUTCOMES = (RESUMES, "falls back", "errs", "fails")
 PARTS = 5  # of a save's duration, in the histogram
 
 
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("transformers", "accelerate", "lightning") if find_spec(name)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=25, help="of each")
@@ -65,7 +70,7 @@ def main() -> None:
             rows[name] = Drill(name, Path(folder), random.Random(arguments.seed)).run(arguments.kills)
     results = {
         "command": f"python drills/peers_drill.py --kills {arguments.kills} --seed {arguments.seed}",
-        "machine": {**machine(), **{name: version(name) for name in ("transformers", "accelerate", "lightning")}},
+        "machine": {**machine(), **_versions()},
         "rows": rows,
     }
     arguments.results.mkdir(parents=True, exist_ok=True)

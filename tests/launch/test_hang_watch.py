@@ -27,6 +27,7 @@ from lockstep.launch import rank_stacks
 from lockstep.launch.ends import End
 from lockstep.launch.hang_watch import Hang, HangWatch, LearnedTimes, Sight, hang_text
 from lockstep.launch.rank_stacks import Frame, line_of, main_frames, waits_in_collective
+from lockstep.sharding.single import run_backward
 
 Act = Callable[[PhaseClock], None]
 QUICK = Watchdog(least=0.25, end_after=0.6)
@@ -440,6 +441,12 @@ def test_without_an_end_a_hang_is_only_named(tmp_path: Path, capfd: pytest.Captu
         look(watch, members, 0.8)
     assert not any(member.end for member in members)
     assert gives(capfd.readouterr().err, "rank 1 hangs", "SIGSTOP")
+
+
+def test_a_backward_that_waits_for_other_ranks_shows_only_who_called_autograd() -> None:
+    innermost = Frame(run_backward.__code__.co_filename, 30, run_backward.__name__)
+    assert waits_in_collective([innermost], marked=True)
+    assert not waits_in_collective([innermost], marked=False)
 
 
 def test_the_line_of_a_stack() -> None:

@@ -212,12 +212,13 @@ def waits_in_collective(frames: Sequence[Frame], *, marked: bool) -> bool:
     """Return whether the rank waits for others, by its stack.
 
     Args:
-        marked: Whether its clock is in a collective: a backward's in C++ shows no other frame than torch's.
+        marked: Whether its clock is in a collective: a backward's in C++ shows only who called autograd.
     """
     if not frames:
         return marked
-    innermost = frames[0].file
-    return any(part in innermost for part in _WAITS) or (marked and "/torch/" in innermost)
+    innermost, function = frames[0].file, frames[0].function
+    in_backward = "/torch/" in innermost or function == "run_backward"
+    return any(part in innermost for part in _WAITS) or (marked and in_backward)
 
 
 def compiles(frames: Sequence[Frame]) -> bool:
