@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from numpy.typing import NDArray
 
 from lockstep.data.order import Indices, mix
@@ -62,9 +63,9 @@ def keyed_generators(key: int) -> Iterator[None]:
 
 def seed_generators(key: int) -> tuple[Any, ...]:
     """Seed them, and return what `restore_generators` needs; NumPy's drops the second number of a pair of normals."""
-    outer = np.random.get_bit_generator()
+    outer = get_bit_generator()
     states = _seed, random.getstate(), outer, torch.random.get_rng_state(), generators.on_host()
-    np.random.set_bit_generator(_OfFetch(0) if isinstance(outer, _OfFetch) else _numpy)
+    set_bit_generator(_OfFetch(0) if isinstance(outer, _OfFetch) else _numpy)
     _seed_with(key)
     return states
 
@@ -79,7 +80,7 @@ def restore_generators(states: tuple[Any, ...]) -> None:
     global _seed
     _seed, python, numpy, pytorch, registered = states
     random.setstate(python)
-    np.random.set_bit_generator(numpy)
+    set_bit_generator(numpy)
     torch.random.set_rng_state(pytorch)
     generators.put_on_host(registered)
 
@@ -94,4 +95,4 @@ def _seed_with(key: int) -> None:
 
 def drop_second_normal() -> None:
     """Do to this process's generators what a fetch in it does: with workers, the run is the same."""
-    np.random.set_bit_generator(np.random.get_bit_generator())
+    set_bit_generator(get_bit_generator())
