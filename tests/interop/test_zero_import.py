@@ -409,7 +409,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mp_rank_01_model_states.pt", "tensor-parallel"),
+        ("mp_rank_01_model_states.pt", "tensor parallelism"),
         ("layer_00-model_00-model_states.pt", "pipelines and experts"),
         ("layer_1_expert_0_mp_rank_00_model_states.pt", "pipelines and experts"),
     ],

@@ -52,7 +52,7 @@ class MeanModule(nn.Module):
 
 @pytest.mark.parametrize("objective", [mean_of, CountsAndMeans(), MeanModule()])
 def test_a_mean_is_refused(objective: Any) -> None:
-    with fails(lockstep.ConfigError, "no sum", "13 samples", key="objective"):
+    with fails(lockstep.ConfigError, "a sum", "13 samples", key="objective"):
         losses(objective=objective)
 
 

@@ -140,7 +140,7 @@ def test_a_run_in_which_a_rank_hangs_stops_soon_and_loses_nothing(tmp_path: Path
     running.send(signal.SIGTERM)
     assert running.end() == 75
     assert time.monotonic() - began < 60.0  # and not launch.timeout
-    assert gives(running.output, "step 6", "in memory", folder)
+    assert gives(running.output, "step 6", "saved", folder / "checkpoints")
     assert diagnose_run(folder).resume
 
 
