@@ -31,7 +31,7 @@ class Retry(Enum):
 
 
 class FailureKind(Enum):
-    """How a rank or a run ends.
+    """The kind of a rank's or run's end.
 
     Attributes:
         exit_code: Of the process, and of the run if this kind is its cause.

@@ -56,7 +56,7 @@ class Limit:
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast an update would be without it; None: unknown."""
+        """The factor by which an update would be faster without it; None: unknown."""
         return 1.0 / (1.0 - min(self.share, 0.99)) if self.bounded else None
 
     @property

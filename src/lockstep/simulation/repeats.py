@@ -26,7 +26,7 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """How an output is made: argument `same` itself, or a new tensor, perhaps in `view_of`'s storage."""
+    """The origin of an output: argument `same` itself, or a new tensor, perhaps in `view_of`'s storage."""
 
     same: int | None = None
     view_of: int | None = None

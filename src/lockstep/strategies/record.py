@@ -207,7 +207,7 @@ class Combinations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exactness:
-    """How its numbers compare with a single process; `verify` and `run.determinism: invariant` read it.
+    """Equality of its numbers with a single process; `verify` and `run.determinism: invariant` read it.
 
     Attributes:
         reference: It is the single process that every other strategy must reproduce.
