@@ -162,10 +162,10 @@ class Drill:
         if code not in (130, -signal.SIGKILL) or "Traceback" in output:
             self.left.append(f"{case}:\n{output[-1500:]}")
         left = self._moto.left()
-        named = re.search(r"the job continues|what is left of the job .*cancel us-east-1/", output)
+        named = re.search(r"the job continues|to end the rest of the job: .*cancel us-east-1/", output)
         if code == 130 and "starting AWS job" in output and not named:
             self.left.append(f"{case}: {output}")
-        if code == 130 and ("removing what was created" in output or "starting AWS job" not in output):
+        if code == 130 and ("what was created is removed" in output or "starting AWS job" not in output):
             self._expect_nothing(case)
             return "nothing left" if "starting AWS job" in output else "before the first call"
         if not left and code != 130 and not (folder / "run").exists():

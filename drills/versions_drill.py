@@ -135,7 +135,9 @@ def install(sdist: Path, folder: Path, version: str, torch: str | None, venvs: S
         refuse_downloads_of_cuda(pip, folder)
     run(pip, folder)
     if not torch and not venv:  # also beyond the versions that pyproject.toml allows
-        run([*pip[:-3], "--upgrade", "--no-deps", "torch"], folder)
+        newest = [*pip[:-3], "--upgrade", "torch"]
+        refuse_downloads_of_cuda(newest, folder)
+        run([*newest, "--no-deps"], folder)
     return programs
 
 

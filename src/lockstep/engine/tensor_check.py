@@ -58,7 +58,7 @@ class TensorCheck:
 
     Attributes:
         whole_weights: Makes a context where the model computes with whole weights.
-        group: The ranks that share the matrices.
+        group: The ranks that hold shards of the matrices.
         world: All ranks, which share their results.
     """
 

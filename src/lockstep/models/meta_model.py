@@ -27,7 +27,7 @@ Resets = Mapping[str, Callable[[], object]]
 
 @dataclass(frozen=True, slots=True)
 class MetaModel:
-    """A model on the meta device.
+    """A model with its parameters on the meta device.
 
     Attributes:
         values: Yields the values of the named parameters, and of the named buffers in pretrained weights, block after

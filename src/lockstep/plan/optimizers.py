@@ -49,7 +49,8 @@ def group_parameters(parameters: Sequence[ParameterFacts], optim: Optim) -> tupl
             settings.setdefault(_settings(parameter, optim), []).append(parameter.name)
     if not settings:
         why = f"none of the model's {len(parameters)} parameters is left to train; remove patterns"
-        raise ConfigError(Problem("", "model.freeze" if parameters else "model", why))
+        none = Problem("", "model", "it has no parameters")
+        raise ConfigError(Problem("", "model.freeze", why) if parameters else none)
     return tuple(Grouping(tuple(names), lr_scale, decay) for (lr_scale, decay), names in settings.items())
 
 

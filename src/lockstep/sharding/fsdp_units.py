@@ -82,16 +82,28 @@ class FSDPUnit:
         from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
         group: Any = self.group
-        device, trained, streams = group.device, self._trained, group.comm_ctx
-        zeros = [torch.zeros(param._orig_size, dtype=_sent_dtype(param), device=device) for param in trained]
+        zeros = [
+            torch.zeros(param._orig_size, dtype=_sent_dtype(param), device=group.device) for param in self._trained
+        ]
         shards: Any = group._reduce_scatter_process_group if isinstance(group.mesh_info, FSDPMeshInfo) else None
-        scatter = (shards, streams.reduce_scatter_stream, group._reduce_scatter_comm)
-        dtypes, factor = (group._orig_dtype, group._reduce_dtype), group.gradient_divide_factor
         replicas = group._all_reduce_process_group if isinstance(group.mesh_info, DDPMeshInfo) else None
-        reduce = (replicas, streams.all_reduce_stream, group.all_reduce_grads)
-        last = (None, None, group.force_sum_reduction_for_comms)
-        start: Any = foreach_reduce
-        reduced = start(trained, zeros, *scatter, *dtypes, device, factor, *reduce, *last)
+        reduced: Any = foreach_reduce(
+            self._trained,
+            zeros,
+            shards,
+            group.comm_ctx.reduce_scatter_stream,
+            group._reduce_scatter_comm,
+            group._orig_dtype,
+            group._reduce_dtype,
+            group.device,
+            group.gradient_divide_factor,
+            replicas,
+            group.comm_ctx.all_reduce_stream,
+            group.all_reduce_grads,
+            None,
+            None,
+            group.force_sum_reduction_for_comms,
+        )
         group.device_handle.current_stream().wait_event(reduced[3])  # after it the zeros may be freed
         for param in self._trained:
             if param.grad_offload_event is not None:

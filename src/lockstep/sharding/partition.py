@@ -36,7 +36,7 @@ class ModelPartition:
         axis: The ranks that hold the other stages.
         shared: Names of the parameters that the first and the last stage share.
         ends: The ranks that hold `shared`.
-        tensor_group: The ranks that share the matrices; None: they are whole.
+        tensor_group: The ranks that hold shards of the matrices; None: they are whole.
     """
 
     def __init__(

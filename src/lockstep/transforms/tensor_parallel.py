@@ -47,7 +47,7 @@ class TensorParallel(Transform):
         plan: Styles by the names of modules; those that have no weights on this rank are skipped.
 
     Attributes:
-        group: The ranks that share the matrices; None until the transform is applied.
+        group: The ranks that hold shards of the matrices; None until the transform is applied.
     """
 
     name = "parallel.tensor"
