@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 Numbers: TypeAlias = NDArray[np.float64]
 
 _MEDIANS = 300
-_NOISY = 120  # values; with more of them a running median shows more
+_NOISY = 120  # values; with as many or more a running median shows more
 _LARGEST = 1e150  # larger values are drawn there: differences must not overflow
 _SMALLEST = 1e-150  # smaller values are zero: differences must not vanish
 

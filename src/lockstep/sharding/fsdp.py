@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from lockstep.plan.mesh import Mesh
     from lockstep.sharding.collective_order import CollectiveOrder
 
-_PADDED = 1 << 16  # elements of padding; with more a parameter is sharded along another dim
+_PADDED = 1 << 16  # elements of padding; with as many or more a parameter is sharded along another dim
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
