@@ -81,7 +81,7 @@ def test_replicated_tensors_are_written_once_in_shares_of_equal_size(
     ],
 )
 def test_parts_that_do_not_make_up_the_whole_are_refused(first: Box, second: Box) -> None:
-    with fails(RunFailed, "w:", "[4, 2]"):
+    with fails(RunFailed, "w:", "whole", "[4, 2]"):
         _planned([{"w": Held(first, 4, 2)}, {"w": Held(second, 4, 2)}])
 
 

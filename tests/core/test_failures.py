@@ -17,6 +17,8 @@ def test_values_are_whole_and_in_order_on_one_line() -> None:
         assert not gives(text, *values), values
     assert not gives("1.5 of 2,000", 5)
     assert not gives("1.5 of 2,000", 2)
+    assert not gives("by -40.0 s", "40.0 s")
+    assert not gives("lr 1e-5", 5)
 
 
 @pytest.mark.parametrize(

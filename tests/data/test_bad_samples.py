@@ -81,7 +81,7 @@ def test_reasons_have_the_exception_and_its_line() -> None:
 
 def test_samples_that_can_be_read_but_not_together_are_named_and_not_left_out() -> None:
     loader = make_loader(SkippingSource(Bad()), global_size=12, micro_size=12, shuffle=False)
-    with fails(RunFailed, "sample 8", "ValueError: sizes differ"):
+    with fails(RunFailed, "sample 8", "one batch", "ValueError: sizes differ"):
         next(loader.updates(Progress()))
 
 
@@ -143,7 +143,7 @@ def test_nothing_can_be_read() -> None:
         def fetch(self, indices: np.ndarray) -> Batch:
             raise OSError("the disk is gone")
 
-    with fails(RunFailed, "12 samples", "sample 0", "OSError: the disk"):
+    with fails(RunFailed, "none", "12 samples", "sample 0", "OSError: the disk"):
         SkippingSource(Gone(12)).fetch(np.array([3]))
     every = SkippingSource(Gone(12), known=dict.fromkeys(range(12), "a rollback"))
     with fails(RunFailed, "left out", "sample 0", "a rollback"):

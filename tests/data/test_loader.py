@@ -1,6 +1,7 @@
 """Updates contain the same samples for any ranks, micro-batches, workers and restarts."""
 
 import re
+from collections.abc import Callable
 from contextlib import closing
 from itertools import islice
 
@@ -222,7 +223,8 @@ class DyingSource(IndexSource):
 # --- draws --------------------------------------------------------------------------------------------------------
 
 
-def test_fetching_does_not_advance_the_process_generators():
+@pytest.mark.parametrize(("kind", "passed"), [(IndexSource, lambda: None), (DrawingSource, drop_second_normal)])
+def test_fetching_does_not_advance_the_process_generators(kind: type[IndexSource], passed: Callable[[], None]) -> None:
     import random
 
     def draw() -> tuple[float, float, float, float]:
@@ -235,11 +237,11 @@ def test_fetching_does_not_advance_the_process_generators():
         torch.manual_seed(3)
 
     seed()
-    drop_second_normal()
+    passed()
     expected = draw()
     for workers in (0, 1):
         seed()
-        loader = make_loader(DrawingSource(20), workers=workers)
+        loader = make_loader(kind(20), workers=workers)
         taken(loader, 3)
         assert draw() == expected
         loader.close()

@@ -184,7 +184,7 @@ def test_an_item_that_torch_cant_put_into_a_batch_is_named(item: object, place: 
     items: list[Any] = [(torch.zeros(2), {"label": 1})] * 3
     items[place] = item
     loader = make_loader(adapt_dataset(items), shuffle=False)
-    with fails(RunFailed, f"sample {place}", "TypeError", kind=FailureKind.SAMPLE):
+    with fails(RunFailed, f"sample {place} can't be read", "TypeError", kind=FailureKind.SAMPLE):
         next(loader.updates(Progress()))
     skips = skipping(adapt_dataset(items), BadSamples(policy="skip"))
     (left_out,) = skips.fetch(np.arange(3)).left_out

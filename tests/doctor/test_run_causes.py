@@ -179,7 +179,7 @@ def test_a_hang_that_a_person_ends_is_named(tmp_path: Path) -> None:
         if (file := tmp_path / "run" / name).exists():
             os.utime(file, (file.stat().st_atime, file.stat().st_mtime - 300))  # instead of waiting so long
     running.send(signal.SIGINT)
-    running.wait_for(lambda: "a second signal stops at once" in running.output)
+    running.wait_for(lambda: "the same signal again stops at once" in running.output)
     time.sleep(_SAME_REQUEST)
     running.send(signal.SIGINT)
     assert running.end() == 130

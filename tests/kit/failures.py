@@ -44,6 +44,9 @@ def fails(
 
 
 def gives(text: str, *values: object) -> bool:
-    """Whether one line has all the values, in this order, none as a part of a longer word or number."""
-    alone = (rf"(?<![\w.]){re.escape(str(value))}(?![\w/]|[.,]\d)" for value in values)
+    """Whether one line has all the values, in this order, none as a part of a longer word or number.
+
+    The first part of a dotted key counts as a word.
+    """
+    alone = (rf"(?<![\w.])(?<!\s-)(?<!\de-){re.escape(str(value))}(?![\w/]|[.,]\d)" for value in values)
     return re.search(".*?".join(alone), text) is not None

@@ -88,7 +88,7 @@ def test_a_host_that_does_not_find_the_first_one_states_why(fork_server: ForkSer
     first, second = Hosts(fork_server, tmp_path, 2, wait=0.5).both()
     killed(first)
     assert second.wait() == 1
-    assert gives(second.err, "0.5 s", "recovery.host_wait")
+    assert gives(second.err, "0.5 s", "recovery.host_wait", "nothing listens")
 
 
 @pytest.mark.parametrize(("stop", "code"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGUSR1", 75)])

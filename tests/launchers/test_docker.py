@@ -346,7 +346,7 @@ def test_a_followed_job_that_vanishes_was_canceled(engine: Program, capsys: pyte
     engine.answer({f"{JOB} ps": [listed(container(0, "running")), ("", "")]})
     assert main([*LAUNCH, "follow", "digits-1"]) == 130
     assert main([*LAUNCH, "status", "digits-1"]) == 2
-    assert gives(capsys.readouterr().err, "digits-1")
+    assert gives(capsys.readouterr().err, "knows no", "digits-1")
     assert main([*LAUNCH, "status", "a/b c"]) == 2
 
 

@@ -260,7 +260,7 @@ def test_a_job_that_is_deleted_was_canceled(cluster: Cluster, capsys: pytest.Cap
     gone = ("", 'Error from server (NotFound): jobs.batch "digits-1" not found')
     assert follow(cluster, {"get jobs": [job(), gone], "get pods": [pods()]}) == 130
     assert main([*LAUNCH, "status", "ml/job/digits-1"]) == 2
-    assert gives(capsys.readouterr().err, "ml/job/digits-1")
+    assert gives(capsys.readouterr().err, "knows no", "ml/job/digits-1")
 
 
 def test_a_job_is_canceled_by_deleting_it(cluster: Cluster) -> None:

@@ -61,7 +61,6 @@ def test_all_rules_that_match_nothing_are_refused_with_the_nearest_names():
     first, second = error.value.problems
     assert (first.key, second.key) == ("optim.rules.0.match", "optim.rules.2.match")
     assert gives(first.message, "'layer.*.norm'", "layers.0.norm.weight")
-    assert "layers.0.norm.weight" in first.message
     assert "head.weight" in second.message
 
 

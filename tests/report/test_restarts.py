@@ -49,7 +49,7 @@ def test_the_state_that_was_saved_at_a_failure_counts_as_saved(tmp_path: Path) -
     run = make_run(tmp_path, steps=17, finished=False)
     (run / "checkpoints" / "step-00000017").mkdir(parents=True)
     text = page_of(run).text
-    assert gives(text, "resumes", "step 17")
+    assert gives(text, "save of step 17")
     assert "No save" not in text
 
 

@@ -103,7 +103,7 @@ ALL_GUARDS = {
 
 
 def calls_in_a_run(strategy: str, guards: dict[str, Any], folder: Path) -> int:
-    """Return the least number of an update, to which a busy machine adds; 0 on ranks without monitors."""
+    """Return the lower quartile over updates, since a busy machine adds calls; 0 on ranks without monitors."""
     tensors, monitor = TensorDataset(torch.randn(4096, 8), torch.randint(0, 3, (4096,))), Counting()
     config = {
         "batch": {"global_size": 16},
@@ -117,7 +117,8 @@ def calls_in_a_run(strategy: str, guards: dict[str, Any], folder: Path) -> int:
     }
     lockstep.train(config, model=ByName(8, 3), train_dataset=tensors, monitors=[monitor])
     sys.setprofile(None)
-    return min(monitor.numbers[FIRST:], default=0)
+    numbers = sorted(monitor.numbers[FIRST:])
+    return numbers[len(numbers) // 4] if numbers else 0
 
 
 def test_an_update_of_a_run(tmp_path: Path) -> None:

@@ -75,6 +75,26 @@ def test_shards_without_a_copy_are_compared_with_nothing() -> None:
     assert [found[1] for found in in_world(2, _found, {"strategy": "fsdp"})] == ["alike"] * 2
 
 
+def _compared(folder: Path) -> list[int]:
+    steps: list[int] = []
+    original = ReplicaCheck.compare
+
+    def compare(self: ReplicaCheck) -> None:
+        steps.append(self.session.progress.steps)
+        original(self)
+
+    asked = small.config(parallel={"strategy": "ddp"}, run={"steps": 5, "folder": str(folder)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReplicaCheck, "compare", compare)
+        lockstep.train({**asked, "recovery": {"compare_every": 2}})
+    return steps
+
+
+def test_a_run_compares_every_so_many_updates(tmp_path: Path) -> None:
+    for steps in in_world(2, _compared, tmp_path / "run"):
+        assert [step for step in steps if step < 5] == [2, 4]
+
+
 def test_runs_recover_from_both_kinds_of_faults(tmp_path: Path) -> None:
     """A NaN is computed again; a bit that has flipped is undone by the newest checkpoint."""
     file = tmp_path / "small.yaml"

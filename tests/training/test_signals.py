@@ -111,7 +111,7 @@ def test_a_stop_before_the_first_update_is_one_sentence(tmp_path: Path) -> None:
             continue
         assert not begun
         # one rank may be ahead
-        announced = "lockstep: stops after this update, and saves; a second signal stops at once\n"
+        announced = "lockstep: stops after this update, and saves; the same signal again stops at once\n"
         expected = 130 if sent is signal.SIGINT else 75  # a scheduler's: to be started again
         assert (code, running.output.removeprefix(announced)) == (expected, f"lockstep: stopped by {sent.name}\n")
         assert not (place / "run").exists() or (place / "run" / "config.yaml").exists()

@@ -209,7 +209,7 @@ def test_the_state_is_saved_when_a_run_gives_up(strategy: str, tmp_path: Path) -
     ranks = 1 if strategy == "single" else 2
     for outcome in in_world(ranks, _given_up, strategy, tmp_path / "run"):
         assert f"{DISCARD_LIMIT} updates in a row" in outcome
-        assert gives(outcome, f"step {DISCARD_LIMIT + 3}", f"saved in {tmp_path / 'run' / 'checkpoints'}")
+        assert gives(outcome, f"after step {DISCARD_LIMIT + 3} is saved in {tmp_path / 'run' / 'checkpoints'}")
     assert main(["ckpt", "audit", str(tmp_path / "run")]) == 0
 
 

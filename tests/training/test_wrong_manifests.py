@@ -49,6 +49,7 @@ def _changed(value: Any, path: tuple[str | int, ...], new: Any) -> Any:
         (("state", "sharding", "groups"), [{"lr": [], "betas": 3}]),
         (("state", "sharding", "tied"), 7),
         (("state", "ledger"), 7),
+        (("state", "early_stopping"), {"metric": "held-out.loss", "of_another_version": 1}),
         (("config", "run"), 7),
         (("config", "model"), [1]),
     ],

@@ -244,7 +244,7 @@ def add_json(parser: argparse.ArgumentParser, value: str = "object") -> None:
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Add the flags that allow code to run."""
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a downloaded model")
-    text = "allow another user's run its code, and access outside of its folder"
+    text = "let another user's run execute its code and reach outside of its folder"
     parser.add_argument("--trust-run", action="store_true", help=text)
 
 

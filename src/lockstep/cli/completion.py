@@ -35,8 +35,7 @@ def run(arguments: Sequence[str]) -> int:
     parser = Parser("completion", "Prints a shell's completion script for verbs, flags, files and keys.", _EPILOG)
     shells = shtab.SUPPORTED_SHELLS
     parser.add_argument("shell", choices=shells, metavar="SHELL", help=", ".join(shells))
-    args = parser.parse_args(arguments)
-    echo(shtab.complete(_tree(), args.shell))
+    echo(shtab.complete(_tree(), parser.parse_args(arguments).shell))
     return 0
 
 

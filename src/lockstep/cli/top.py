@@ -31,8 +31,7 @@ def run(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     watched = watch(folder)
-    width = shutil.get_terminal_size((120, 24)).columns
-    console = Console(width=width, height=_HEIGHT_OF_ONCE, color_system=None)
+    console = Console(width=shutil.get_terminal_size((120, 24)).columns, height=_HEIGHT_OF_ONCE, color_system=None)
     console.print(draw(watched, console))
     emit(watched.as_json())
     return 0

@@ -95,7 +95,7 @@ def _train(args: argparse.Namespace, loaded: LoadedConfig, name: str, origin: Pa
     resume = Resume(args.fresh, args.step, forked, accept_changes=args.accept_changes)
     recipe = name if origin is None else recipe_of(origin)
     code, folder = train(loaded, recipe, resume, trust_remote_code=args.trust_remote_code)
-    if folder is not None:
+    if args.json and folder is not None:
         emit(read_summary(folder))
     return code
 

@@ -55,8 +55,7 @@ def _verify(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     from lockstep.proof.command import verify
 
     chosen = (args.strategies, args.ranks, args.steps, args.precision)
-    trust = args.trust_remote_code
-    return verify(loaded, name, *chosen, page=args.html, as_json=args.json, trust_remote_code=trust)
+    return verify(loaded, name, *chosen, page=args.html, as_json=args.json, trust_remote_code=args.trust_remote_code)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -187,7 +187,7 @@ class FailureKind(Enum):
         "copies differ between ranks",
         "A rank holds another copy of the training state than the others: a GPU or its memory is faulty, or code that "
         "only some ranks run changed it.",
-        "Take that host out, or search the program for code that depends on the rank.",
+        "Take the host of that rank out, or search the program for code that depends on the rank.",
         Retry.TRANSIENT,
     )
     ROLLED_BACK = ("rolled back", "", "", Retry.ROLLBACK, 75)

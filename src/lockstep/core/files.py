@@ -85,18 +85,18 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) 
     Args:
         durable: Also after a power failure; the disk is waited for.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
+    partial = temporary(path, "new")
     try:
-        temporary.unlink(missing_ok=True)  # of an earlier process with this id, or of another user
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+        partial.unlink(missing_ok=True)  # of an earlier process with this id, or of another user
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
         with naming(path), open(handle, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             if durable:
                 file.flush()
                 os.fsync(handle)
-        temporary.replace(path)
+        partial.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
 
 

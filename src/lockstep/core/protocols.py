@@ -62,7 +62,7 @@ class Source(Protocol):
 class Objective(Protocol):
     """The loss that a model is trained for: a sum over targets, and the number of targets.
 
-    Updates differentiate `sum of loss_sum / sum of count` over all its micro-batches and ranks, so any
+    An update differentiates `sum of loss_sum / sum of count` over all its micro-batches and ranks, so any
     split of the samples gives the same gradient.
 
     Three more members are optional: `decomposes` (False if the loss of a batch is not the sum of its samples' losses),
@@ -131,8 +131,7 @@ class GradientStep(Protocol):
 
         By default those of `module` without a gradient.
         """
-        named = self.module.named_parameters()
-        return [name for name, each in named if each.requires_grad and each.grad is None]
+        return [name for name, each in self.module.named_parameters() if each.requires_grad and each.grad is None]
 
     def squared_norm(self) -> Tensor:
         """Return the squared 2-norm of the gradient summed over ranks: 0-dim, identical on every rank. Collective."""

@@ -162,7 +162,8 @@ def _from_workers(source: Source, requests: Iterable[FetchRequest], workers: Wor
                 raise _death(error, kills) from error
             if answer is None:
                 return
-            noise.drop_second_normal()
+            if source.draws:
+                noise.drop_second_normal()
             if "failure" in answer:
                 raise answer["failure"] from InWorker(answer["traceback"])
             inputs = answer["inputs"] if isinstance(answer["inputs"], Mapping) else tuple(answer["inputs"])

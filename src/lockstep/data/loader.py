@@ -118,7 +118,7 @@ class TrainingLoader:
         return samples
 
     def positions_of(self, step: int) -> tuple[int, int]:
-        """Return the first and the last position of update `step`, from 1, at this global batch."""
+        """Return the first position of update `step`, from 1, and the one after its last, at this global batch."""
         size = self._batch.global_size
         epoch, number = divmod(step - 1, -(-self.epoch_samples // size))
         first = number * size
@@ -215,8 +215,7 @@ class TrainingLoader:
             cursor += size
             requests = []
             for micro, padding in enumerate(is_padding):
-                draws = self._source.draws
-                seed = key(self._seed, "augmentation", step, owner, first + micro) if draws else None
+                seed = key(self._seed, "augmentation", step, owner, first + micro) if self._source.draws else None
                 start = cursor - size + ranges[micro][0]
                 requests.append(FetchRequest(row[places[micro] : places[micro + 1]], padding, epoch_key, seed, start))
             yield _Share(requests, size, epoch, cursor, step, digest)

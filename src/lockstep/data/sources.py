@@ -101,8 +101,7 @@ def skipping(
     if (skips or ranges) and isinstance(source, ItemSource) and isinstance(source.dataset, WeightedDataset):
         why = "an index of a WeightedDataset is another sample in each epoch; give bad samples the weight 0"
         raise ConfigError(Problem("", "data.bad_samples.policy" if skips else "data.leave_out", why))
-    left_out = _indices_of(ranges, source.facts.samples)
-    known = dict.fromkeys(left_out, CONFIGURED)
+    known = dict.fromkeys(_indices_of(ranges, source.facts.samples), CONFIGURED)
     return SkippingSource(source, skips=skips, known=known, timeout=bad_samples.timeout)
 
 

@@ -183,7 +183,6 @@ def _put(generator: Generator, state: Tensor) -> None:
 
 
 def _draw(generator: Generator) -> int:
-    """Draw 62 bits."""
     if isinstance(generator, torch.Generator):
         return int(torch.randint(2**62, (), generator=generator, device=generator.device))
     return generator.getrandbits(62) if isinstance(generator, random.Random) else int(generator.integers(2**62))

@@ -384,5 +384,4 @@ def _listening(environment: RankEnvironment) -> int | None:
         return environment.store_fd
     addresses = socket.getaddrinfo(environment.master_addr, environment.master_port, type=socket.SOCK_STREAM)
     family, _, _, _, address = min(addresses, key=lambda info: info[0] != socket.AF_INET)
-    backlog = max(128, 2 * environment.world_size)
-    return socket.create_server(address[:2], family=family, backlog=backlog).detach()
+    return socket.create_server(address[:2], family=family, backlog=max(128, 2 * environment.world_size)).detach()

@@ -202,8 +202,7 @@ def _ended(
 
 
 def _of_last_line(run: Path) -> list[str]:
-    logs = rank_logs(run)
-    shown = [f"The last line of {file}: {text}" for file in logs.values() if (text := last_line_of(file))]
+    shown = [f"The last line of {file}: {text}" for file in rank_logs(run).values() if (text := last_line_of(file))]
     return [*shown[:1], "Run dmesg on its host, see what the scheduler recorded, and search the program for os._exit."]
 
 
@@ -254,7 +253,6 @@ def saved_state(run: Path, data: RunData) -> str:
 
 
 def _flags_of_hosts(data: RunData) -> list[str]:
-    """Return the flags of the recorded command line for several hosts."""
     typed = data.environment.get("command_line")
     words = [word for word in typed if isinstance(word, str)] if isinstance(typed, list) else []
     if not any(word.partition("=")[0] == "--nodes" for word in words):

@@ -123,7 +123,6 @@ def _load(session: Session, peer: PeerCheckpoint, step: int | None, sample: int 
 
 
 def _names(peer: PeerCheckpoint, match: WeightMatch, model: nn.Module) -> tuple[Sequence[str], Mapping[str, str]]:
-    """Return the model's parameters in the program's order, and the model's names by the file's."""
     slots = {id(tensor): slot.name for slot, tensor in match.pairs}
     renamed = {name: slots[id(tensor)] for name, tensor in peer.weights.tensors.items() if id(tensor) in slots}
     own = [name for name, _ in model.named_parameters()]

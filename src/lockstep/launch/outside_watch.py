@@ -89,8 +89,7 @@ def _start(task: Mapping[str, object], ranks: Sequence[int], places: Sequence[tu
                 start_new_session=True,  # Ctrl-C and the launcher's signals are the ranks'
             )
         except OSError as error:
-            why = error.strerror or error
-            print_on_stderr(f"lockstep: {named_ranks(ranks)} can't be watched for hangs: {why}")
+            print_on_stderr(f"lockstep: {named_ranks(ranks)} can't be watched for hangs: {error.strerror or error}")
 
 
 # --- in the process beside the ranks --------------------------------------------------------------------------------

@@ -227,7 +227,7 @@ def _devices(options: DockerOptions, node: int) -> dict[str, Any]:
 
 
 def _escaped(value: Any) -> Any:
-    """Return the value with `$` doubled, so that Compose replaces no variables; the token's is one."""
+    """Return the value with `$` doubled, so that Compose replaces no variable but the token's."""
     if isinstance(value, str):
         return value.replace("$", "$$")
     if isinstance(value, Mapping):

@@ -178,8 +178,7 @@ def _metadata(options: KubernetesOptions, name: str) -> dict[str, Any]:
 
 
 def _service(options: KubernetesOptions, name: str) -> dict[str, Any]:
-    selector = {"batch.kubernetes.io/job-name": name}
-    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"batch.kubernetes.io/job-name": name}}
     return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(options, name), "spec": spec}
 
 
@@ -241,7 +240,7 @@ def _further(options: KubernetesOptions) -> Mapping[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(Problem("--pod", "", f"{options.pod} can't be read: {error}")) from None
     if not isinstance(given, dict) or {"containers", "volumes"} & set(given):
-        message = f"{options.pod} has other keys than a pod's spec, or has containers or volumes, which are made here"
+        message = f"{options.pod} isn't a mapping of a pod's spec, or has containers or volumes, which are made here"
         raise ConfigError(Problem("--pod", "", message))
     return given
 

@@ -205,8 +205,7 @@ def _client(address: str) -> JobSubmissionClient:
     try:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         socket.create_connection((parts.hostname or "", port), _CONNECT_S).close()
-        headers = json.loads(os.environ.get("RAY_JOB_HEADERS") or "{}")
-        client = JobSubmissionClient(address, headers=headers)
+        client = JobSubmissionClient(address, headers=json.loads(os.environ.get("RAY_JOB_HEADERS") or "{}"))
     except (OSError, ValueError, RuntimeError) as error:
         why = _one_line(str(getattr(error, "strerror", None) or error))
         remedy = f"give --address http://HEAD:8265, or start Ray: {pip_install('ray')}, ray start --head"

@@ -84,7 +84,7 @@ def hosts_of(options: SshOptions) -> dict[str, int | None]:
 def _check(command: JobCommand, options: SshOptions, hosts: Mapping[str, int | None]) -> None:
     problems = [*variable_problems(options.env, _SECRET, from_here=True)]
     if not command.nodes and (len(hosts) > 1 or any(hosts.values())):
-        message = f"`lockstep {command.words[0]}` runs on one host, without its ranks; give one"
+        message = f"`lockstep {command.words[0]}` runs on one host; give one, without :N"
         problems.append(Problem("--hosts", "", message))
     if options.rendezvous is not None:
         try:

@@ -84,7 +84,7 @@ def model_flops_utilization(facts: RunInfo, tokens_per_second: float) -> float |
 
 
 def utilization(flops: float | None, peak: float | None, ranks: float | None, tokens_per_second: float) -> float | None:
-    """Return the same, given operations a token and the peak of a device."""
+    """Return the MFU, given operations a token and the peak of a device."""
     if not flops or not peak or not ranks or not math.isfinite(tokens_per_second):
         return None
     return tokens_per_second * flops / (peak * ranks)

@@ -225,7 +225,7 @@ def gpu_facts(gauges: Mapping[str, float]) -> Iterator[str]:
 
 
 def gpu_errors(gauges: Mapping[str, float]) -> Iterator[str]:
-    """Yield its errors only."""
+    """Yield the errors of a GPU."""
     if gauges.get("gpu_lost"):
         yield "no longer answers its driver; check it with nvidia-smi and restart its host"
     if xids := gauges.get("gpu_xid_errors"):

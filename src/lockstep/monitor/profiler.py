@@ -214,8 +214,7 @@ class _Recording:
             packed.unlink(missing_ok=True)
 
     def _add_marks(self, source: IO[str], target: IO[str]) -> None:
-        header = source.read(_HEADER_CHARS)
-        before, begins, after = header.partition(_EVENTS)
+        before, begins, after = source.read(_HEADER_CHARS).partition(_EVENTS)
         if not begins:
             raise OSError(f"torch's trace has no {_EVENTS} in its first {_HEADER_CHARS:,} characters")
         match = re.search(r'"baseTimeNanoseconds":\s*(\d+)', before)

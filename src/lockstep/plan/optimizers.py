@@ -49,8 +49,9 @@ def group_parameters(parameters: Sequence[ParameterFacts], optim: Optim) -> tupl
             settings.setdefault(_settings(parameter, optim), []).append(parameter.name)
     if not settings:
         why = f"none of the model's {len(parameters)} parameters is left to train; remove patterns"
-        none = Problem("", "model", "it has no parameters")
-        raise ConfigError(Problem("", "model.freeze", why) if parameters else none)
+        raise ConfigError(
+            Problem("", "model.freeze", why) if parameters else Problem("", "model", "it has no parameters")
+        )
     return tuple(Grouping(tuple(names), lr_scale, decay) for (lr_scale, decay), names in settings.items())
 
 

@@ -106,8 +106,7 @@ def plant(
         raise ConfigError(f"{FAULTS} names {name}, which is no plan of faults: {error}") from error
     if any(fault.kind == FLIP for fault in faults):
         plan.with_suffix(f".process-{world.rank}").write_text(str(os.getpid()), encoding="utf-8")
-    here = [fault for fault in faults if fault.rank == world.rank]
-    trap = _Trap(plan, world, steps, here)
+    trap = _Trap(plan, world, steps, [fault for fault in faults if fault.rank == world.rank])
     clock = world.clock
     enter = clock.enter
 

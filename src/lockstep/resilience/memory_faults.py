@@ -23,7 +23,7 @@ class Trained:
 
     Attributes:
         samples: Returns how many samples of a micro-batch count, in training (true) or in an evaluation.
-        positions: Returns the first and the last position of an update's samples in the order of the run.
+        positions: Returns where an update's samples begin in the order of the run, and where they end (exclusive).
         first_module: The first module with outputs that this rank uses.
     """
 

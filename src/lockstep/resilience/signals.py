@@ -57,7 +57,7 @@ class RunSignals:
         if self._stop_requested_at is None:
             self._stop_requested_at, self._warned = now, number == signal.SIGUSR1
             when = "is about to end anyway" if self._ends else "stops after this update, and saves"
-            self._print(f"{when}; a second signal stops at once")
+            self._print(f"{when}; the same signal again stops at once")
         elif self._warned and number != signal.SIGUSR1:
             self._warned = False  # the limit that a scheduler has warned of: the same request
         elif self._twice_stops and now - self._stop_requested_at > _SAME_SIGNAL_S:

@@ -29,8 +29,7 @@ class BucketSums:
         """Start to sum tensors of one dtype in place, the same ones in the same order on all ranks of the axis."""
         if len(self._under_way) == _AT_ONCE:
             self._under_way.popleft()()
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(self._device)
-        wait = self._axis.start_sum(flat)
+        wait = self._axis.start_sum(torch.cat([tensor.reshape(-1) for tensor in bucket]).to(self._device))
 
         def finish() -> None:
             parts = torch.split(wait(), [tensor.numel() for tensor in bucket])

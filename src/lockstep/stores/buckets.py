@@ -64,8 +64,7 @@ class Bucket:
         self._part_bytes = part_bytes
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        folder = prefix.rpartition("/")[0]
-        entries = self._call("", lambda obs: obs.list(self._store, folder or None).collect())
+        entries = self._call("", lambda obs: obs.list(self._store, prefix.rpartition("/")[0] or None).collect())
         sizes = {entry["path"]: int(entry["size"]) for entry in entries}
         return {name: sizes[name] for name in sorted(sizes) if name.startswith(prefix)}
 

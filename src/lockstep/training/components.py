@@ -43,7 +43,7 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationParts:
-    """The parts that only evaluations read: sets by name in the order of the config, samples per forward of a rank."""
+    """The parts of evaluations: sets by name in the order of the config, samples per forward of a rank."""
 
     sets: Mapping[str, Source]
     micro_size: int
@@ -52,7 +52,7 @@ class EvaluationParts:
 
 @dataclass(frozen=True, slots=True)
 class UpdateParts:
-    """The parts that only the session's update reads."""
+    """The parts of an update."""
 
     consensus: Consensus
     readback: Readback

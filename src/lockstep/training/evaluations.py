@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ConfigDict
+
 from lockstep.core import formatting
 from lockstep.core.closest import did_you_mean
 from lockstep.core.directions import best_of, improvement_of, is_better
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class EarlyStoppingState:
     """The best value so far (None: none was finite), the step of its evaluation, and evaluations since then."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # in a checkpoint
 
     metric: str
     best: float | None = None

@@ -81,8 +81,7 @@ def storage_of(checkpoint: Checkpoint, run: Path, given: ObjectStore | None = No
         folder = checkpoint.folder or ""
         place = folder if is_address(folder) else checkpoint_folder(checkpoint, run)
     elif section.target != GIVEN:
-        key = "checkpoint.storage.target"
-        place = instance("storage", section.target, section.arguments, ObjectStore, key=key)
+        place = instance("storage", section.target, section.arguments, ObjectStore, key="checkpoint.storage.target")
     elif given is not None:
         place = given
     else:

@@ -137,9 +137,10 @@ class Rescue:
     def _has_whole_state(self) -> bool:
         """Return whether this rank has the whole state, and no part of it differs between ranks."""
         components = components_of(self.session)
-        plan, own = components.plan, generators.states(components.world.rank)
+        plan = components.plan
         if not find_strategy(plan.strategy).memory.holds_everything or plan.mesh.ranks != plan.mesh.data:
             return False
+        own = generators.states(components.world.rank)
         return not own and not components.sharding.state.live_state().changes_in_forward
 
     def _saved_steps(self) -> Collection[int]:
@@ -170,6 +171,5 @@ class Rescue:
                 saver.start(state, self.metadata(state))
                 saver.finish()
                 return next((report.failure for report in saver.outcomes()), None)
-        until = time.monotonic() + components.config.launch.timeout
-        poll(lambda: not self.storage.has_marker(name), until)
+        poll(lambda: not self.storage.has_marker(name), time.monotonic() + components.config.launch.timeout)
         return None if name in self.storage.names() else "another rank could not save it"

@@ -332,8 +332,7 @@ def _rounds(job: Job, sizes: SmallerBatches, folder: RunFolder, hosts: Hosts | N
         return _supervisor(sizes, folder) if job.config.recovery.ever else None
     if not hosts.recovers:
         return None
-    wait = job.config.recovery.host_wait
-    return LeaderRounds(hosts, _supervisor(sizes, folder), wait, sizes.folder, decision_of)
+    return LeaderRounds(hosts, _supervisor(sizes, folder), job.config.recovery.host_wait, sizes.folder, decision_of)
 
 
 def _supervisor(sizes: SmallerBatches, run: RunFolder) -> Supervisor:

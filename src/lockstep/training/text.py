@@ -68,7 +68,7 @@ def codec_of(model: Model, data: DataSource) -> Codec:
 
 
 def continuation(codec: Codec, model: nn.Module, prompt: str, tokens: int, facts: DataFacts, **options: Any) -> str:
-    """Return at most N tokens that continue a prompt; `options` as of `generate`."""
+    """Return the text of at most `tokens` tokens that continue a prompt; `options` as of `generate`."""
     from lockstep.models.generation import generate
 
     context = facts.tokens_per_sample or _DEFAULT_CONTEXT
