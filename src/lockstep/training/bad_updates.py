@@ -118,7 +118,6 @@ class BadUpdates:
         return _suspects([part for parts in gathered for part in parts])
 
     def _micro_batches(self, report: StepReport) -> Iterator[_MicroBatch]:
-        """Yield this rank's micro-batches of an update, where it knows their losses."""
         before, losses = next((kept for kept in self.losses if kept[0].steps == report.step - 1), (None, []))
         if before is None or not losses or not self._components.position.reports_loss:
             return

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class EarlyStoppingState:
     """The best value so far (None: none was finite), the step of its evaluation, and evaluations since then."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # in a checkpoint
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     metric: str
     best: float | None = None

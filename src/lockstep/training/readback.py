@@ -141,7 +141,6 @@ class Readback:
         return torch.full((1,), float(value), dtype=torch.float64, device=self._device)
 
     def _to_host(self, numbers: Tensor) -> tuple[Tensor, Any]:
-        """Start a copy to the host; return it with its event."""
         if self._module is None:
             return numbers, None
         landing = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
