@@ -421,7 +421,7 @@ def test_a_checkpoint_moved_aside_can_be_verified(ask: Ask, tmp_path: Path) -> N
     assert ask("show", tmp_path / "superseded-step-00000001-2").code == 0
     answer = ask("verify", tmp_path)
     assert (answer.code, answer.lines) == (2, [])
-    assert gives(answer.error, tmp_path, "no checkpoint")
+    assert gives(answer.error, "no checkpoint", tmp_path)
 
 
 # --- diff ---------------------------------------------------------------------------------------------------------

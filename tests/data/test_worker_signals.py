@@ -25,6 +25,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 class Slow:
     """A source that takes `seconds` for each batch and records the process that fetches."""
 
+    draws = False
+
     def __init__(self, seconds: float, folder: Path) -> None:
         self.seconds, self.folder = seconds, folder
 

@@ -188,7 +188,7 @@ def test_long_tracebacks_lose_their_middle() -> None:
 )
 def test_the_cause_of_sigkill_follows_from_the_kernels_counts(before: Kills, now: Kills, expected: str) -> None:
     killed = with_cause(
-        End(FailureKind.KILLED, "was killed by SIGKILL", 0.0), lambda: why_killed(before, now, "Do less.")
+        End(FailureKind.KILLED, "was killed by SIGKILL", 0.0), lambda: why_killed(before, now, lambda: "Do less.")
     )
     ends = [End(FailureKind.ENDED, "", 1.0), killed]
     assert describe(1, ends, 600.0) == f"rank 1 was killed by SIGKILL: {expected}"

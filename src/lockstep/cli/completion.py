@@ -35,7 +35,8 @@ def run(arguments: Sequence[str]) -> int:
     parser = Parser("completion", "Prints a shell's completion script for verbs, flags, files and keys.", _EPILOG)
     shells = shtab.SUPPORTED_SHELLS
     parser.add_argument("shell", choices=shells, metavar="SHELL", help=", ".join(shells))
-    echo(shtab.complete(_tree(), parser.parse_args(arguments).shell))
+    args = parser.parse_args(arguments)
+    echo(shtab.complete(_tree(), args.shell))
     return 0
 
 

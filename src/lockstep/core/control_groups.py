@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -80,14 +80,14 @@ class WhyKilled:
     by_kernel: bool = False
 
 
-def why_killed(before: Kills, now: Kills, remedy: str) -> WhyKilled:
+def why_killed(before: Kills, now: Kills, remedy: Callable[[], str]) -> WhyKilled:
     """Return the likely cause of a SIGKILL, from the counts before and after it; `remedy` is for out of memory."""
     if now.in_group is not None and before.in_group is not None and now.in_group > before.in_group:
-        return WhyKilled(f"out of memory (the kernel's OOM killer, in this control group). {remedy}".rstrip(), True)
+        return WhyKilled(f"out of memory (the kernel's OOM killer, in this control group). {remedy()}".rstrip(), True)
     if now.on_machine is None or before.on_machine is None:
         return WhyKilled("out of memory, perhaps (the kernel's log, dmesg, would show it)")
     if now.on_machine > before.on_machine:
-        text = f"out of memory (the kernel's OOM killer was at work on this machine meanwhile). {remedy}"
+        text = f"out of memory (the kernel's OOM killer was at work on this machine meanwhile). {remedy()}"
         return WhyKilled(text.rstrip(), True)
     return WhyKilled("by a person or a scheduler; the kernel has counted no out-of-memory kill here")
 

@@ -45,13 +45,10 @@ def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differing(then: Any, now: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the values that differ between nested mappings, by dotted key; None where there is none.
-
-    A key with the value None differs from a missing one, an empty mapping doesn't.
-    """
+    """Return the values that differ between nested mappings, by dotted key; None where there is none."""
     before, after = ({key: part for key, part in flat(value) if part != {}} for value in (then, now))
-    keys = [key for key in {**before, **after} if key not in before or key not in after or before[key] != after[key]]
-    return {key: (before.get(key), after.get(key)) for key in keys}
+    pairs = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
+    return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
 
 
 def first_sentence(text: str) -> str:

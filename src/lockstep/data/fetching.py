@@ -233,7 +233,7 @@ def _death(error: Exception, kills_before: Kills) -> RunFailed:
     dead = {int(process) for process in _PROCESSES.findall(message)}
     read = [worker.reading for worker in heartbeat.own().workers() if worker.process in dead or not dead]
     samples = f" while it read {' or '.join(map(str, read))}" if read else ""
-    why, kind, reason = why_killed(kills_before, kernel_kills(), _FEWER), FailureKind.WORKER_DIED, ""
+    why, kind, reason = why_killed(kills_before, kernel_kills(), lambda: _FEWER), FailureKind.WORKER_DIED, ""
     if message.endswith("signal: Killed"):
         kind = FailureKind.WORKER_MEMORY if why.by_kernel else FailureKind.WORKER_KILLED
         reason = f". Reason: {why.text}"

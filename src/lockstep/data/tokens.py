@@ -78,8 +78,7 @@ def pack(offsets: Integers, capacity: int) -> Packing:
     keys = (capacity - lengths).astype(np.min_scalar_type(capacity))  # few bits: a radix sort
     longest_first = np.argsort(keys, kind="stable")
     samples = _place(np.bincount(lengths, minlength=capacity + 1), capacity)
-    by_sample = np.argsort(samples, kind="stable")
-    pieces = longest_first[by_sample]
+    pieces = longest_first[np.argsort(samples, kind="stable")]
     bounds = np.concatenate([[0], np.cumsum(np.bincount(samples))]) if len(samples) else np.zeros(1, np.int64)
     return Packing(starts[pieces], lengths[pieces], bounds, capacity)
 

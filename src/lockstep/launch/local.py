@@ -172,7 +172,7 @@ def _run_ranks(
     kills_before = kernel_kills()
 
     def why_sigkill() -> WhyKilled:
-        return why_killed(kills_before, kernel_kills(), remedy())
+        return why_killed(kills_before, kernel_kills(), remedy)
 
     if hosts is not None:
         hosts.why_killed, hosts.requests = why_sigkill, requests

@@ -189,8 +189,7 @@ def _frames(text: str) -> list[Frame]:
 
 def main_frames(text: str) -> list[Frame]:
     """Return the frames of the main thread, the innermost first, without those below a rank's entry."""
-    threads = _threads(text)
-    frames = _frames("".join(threads[:1]))
+    frames = _frames("".join(_threads(text)[:1]))
     names = [frame.function for frame in frames]
     return frames[: names.index(_ENTRY)] if _ENTRY in names else frames
 

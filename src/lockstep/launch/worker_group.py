@@ -162,8 +162,7 @@ class _Deadlines:
 
     def timeout(self, interval: float) -> float | None:
         """Return the seconds until the next one, `interval` at most; None if there is none."""
-        nearest = min(self.terminate, self.kill, self.others)
-        seconds = min(interval, max(0.0, nearest - time.monotonic()))
+        seconds = min(interval, max(0.0, min(self.terminate, self.kill, self.others) - time.monotonic()))
         return None if seconds == math.inf else seconds
 
 

@@ -37,6 +37,7 @@ END_S = 30.0
 _MOST_WEIGHT = 10_000
 _CHARACTERS = 500  # of texts, and bytes of images, that weigh as much as a report
 _SECONDS = 0.1  # until writers get a report whatever its step
+_PAUSE_S = 0.05  # of a writer that has written all: waking a thread costs the training loop more than a line does
 _NOTHING: tuple[Request, ...] = ()
 _KEPT = Verdict.KEPT
 _log = logging.getLogger("lockstep.monitor")
@@ -104,6 +105,7 @@ class BackgroundWriter:
         self._weight = 0
         self._dropped = 0
         self._closed = False
+        self._urgent = threading.Event()
         self._ended = threading.Event()
         self._ends_at = math.inf
         threading.Thread(target=self._run, name=f"lockstep-{self._name}", daemon=True).start()
@@ -125,12 +127,14 @@ class BackgroundWriter:
         """Wait until all that was put before is written; return False if it takes longer."""
         done = threading.Event()
         self._calls.put(done)
+        self._urgent.set()
         return self._ended.is_set() or done.wait(seconds)
 
     def begin_finish(self, error: BaseException | None) -> None:
         """Let the writer finish, without waiting for it."""
         self.put(lambda writer: writer.finish(error), 0)
         self._calls.put(None)
+        self._urgent.set()
         self._ends_at = time.monotonic() + self._end_seconds
 
     def finish(self) -> None:
@@ -146,6 +150,7 @@ class BackgroundWriter:
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:
             if isinstance(item, threading.Event):
+                self._urgent.clear()
                 item.set()
                 continue
             call, weight = item
@@ -160,6 +165,8 @@ class BackgroundWriter:
             del call, item  # and what they hold
             with self._lock:
                 self._weight -= weight
+            if self._calls.empty():
+                self._urgent.wait(_PAUSE_S)
         self._ended.set()
 
 

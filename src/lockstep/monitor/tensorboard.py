@@ -28,7 +28,7 @@ class TensorBoard(Tracker):
 
     def __init__(self, folder: Path) -> None:
         number = next(_numbers)  # distinguishes files of one process
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number:06d}"
         self.files = (LineFile(folder / name),)
         self._resumed_from: int | None = None
         self._has_head = False

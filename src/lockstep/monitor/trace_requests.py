@@ -66,8 +66,7 @@ def spans_of(config: ProfileConfig) -> list[Span]:
         return []
     first, last = step_range(config.steps)
     active = config.active or last - first + 1
-    period = active + config.wait + config.warmup
-    starts = list(range(first, last - active + 2, period))[: config.repeat]
+    starts = list(range(first, last - active + 2, active + config.wait + config.warmup))[: config.repeat]
     return [Span(start, start + active - 1, min(config.warmup, start - 1)) for start in starts]
 
 

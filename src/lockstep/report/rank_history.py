@@ -115,8 +115,7 @@ class RankHistory:
 
     def peak(self, gauge: str) -> tuple[float, int] | None:
         """Return the largest value of a gauge and its rank; None if no rank has it."""
-        by_rank = self._by_rank(gauge)
-        return max(((max(values), rank) for rank, values in by_rank.items()), default=None)
+        return max(((max(values), rank) for rank, values in self._by_rank(gauge).items()), default=None)
 
     def medians(self, gauge: str) -> dict[int, float]:
         """Return the median of a gauge over all intervals, by rank."""

@@ -108,8 +108,7 @@ def _aws(endpoint: str) -> str | None:
 
 
 def _gcp(address: str) -> str | None:
-    answer = _get(address, {"Metadata-Flavor": "Google"})
-    return "Google Cloud preempts it" if answer == "TRUE" else None
+    return "Google Cloud preempts it" if _get(address, {"Metadata-Flavor": "Google"}) == "TRUE" else None
 
 
 def _azure(endpoint: str) -> str | None:

@@ -163,8 +163,7 @@ class FSDPStep(GradientStep):
 
     def squared_norm(self) -> Tensor:
         self._reduce_shared()
-        gradients = self._gradients.read()
-        own = self._squared_norm(self._partition.counted(gradients))
+        own = self._squared_norm(self._partition.counted(self._gradients.read()))
         return self._world.sum((own / self._replicas).double())  # each of the replicas counts a fraction
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:

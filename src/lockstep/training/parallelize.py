@@ -157,8 +157,7 @@ def parallelize(
     lowered = _cast_weights(whole, compute, world) if gathers else frozenset()
     position = cache(partial(mesh_position, plan.mesh, world))  # creates process groups, so it comes after refusals
     mode = ForwardMode()
-    options = config.memory.activation_checkpointing
-    recomputed = recompute_blocks(options, blocks)
+    recomputed = recompute_blocks(config.memory.activation_checkpointing, blocks)
     tensor, context = _divisions(whole.tensor_plan, plan.mesh.context, position, mode, config.run)
     parallel = [transform for transform in (recomputed, tensor, context) if transform is not None]
     before, after = split_at(PARTITION, [*transforms_of(config, device), *parallel, *custom])
