@@ -173,8 +173,7 @@ def prune_moved_aside(storage: Storage, *, dry: bool) -> dict[str, int]:
 def _newest_that_verifies(storage: Storage, checkpoints: Sequence[ListedCheckpoint]) -> str:
     faults = []
     for entry in reversed(checkpoints):
-        fault = verify(storage, entry.name).fault
-        if fault is None:
+        if (fault := verify(storage, entry.name).fault) is None:
             return entry.name
         faults.append(f"\n  {entry.name}: {fault}")
     raise VerificationError(f"no checkpoint in {storage.place} is whole, so none was deleted:{''.join(faults)}")

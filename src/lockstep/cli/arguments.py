@@ -282,8 +282,7 @@ def nodes(text: str) -> int | str:
 
 def path(text: str) -> Path:
     """Return a path; refuse a URL."""
-    refusal = url_refusal(text)
-    if refusal is not None:
+    if (refusal := url_refusal(text)) is not None:
         raise argparse.ArgumentTypeError(refusal)
     return Path(text)
 

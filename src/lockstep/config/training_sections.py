@@ -245,8 +245,7 @@ _STEPS = re.compile(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?")
 
 def step_range(steps: int | str) -> tuple[int, int]:
     """Return the first and the last step of `10`, or of `10..13`. Raises ValueError."""
-    match = _STEPS.fullmatch(str(steps))
-    if match is None:
+    if (match := _STEPS.fullmatch(str(steps))) is None:
         raise ValueError(f"steps {steps!r} is no update such as 10, and no range of updates such as 10..13")
     first = int(match[1])
     last = int(match[2] or first)

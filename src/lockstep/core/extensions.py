@@ -79,8 +79,7 @@ def instance(kind: str, name: str, arguments: Mapping[str, Any], protocol: type,
         target = construct(kind, name, arguments, key=key)
     elif arguments:
         raise ConfigError(Problem("", key, f"{name} is an object, which takes no arguments; leave them out"))
-    reason = unimplemented(target, protocol)
-    if reason is not None:
+    if (reason := unimplemented(target, protocol)) is not None:
         raise ConfigError(Problem("", key, f"{name} {reason}"))
     return target
 

@@ -13,8 +13,7 @@ _URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)  # two lett
 
 def url_refusal(text: str) -> str | None:
     """Return why `text` can't be used as a path, or None if it isn't a URL."""
-    match = _URL.match(text)
-    if match is None:
+    if (match := _URL.match(text)) is None:
         return None
     scheme, rest = match.groups()
     if scheme.lower() == "file":
@@ -29,8 +28,7 @@ def url_refusal(text: str) -> str | None:
 
 def checked_path_text(text: str) -> str:
     """Return `text`, a path or a name. Raises ValueError if it is a URL."""
-    refusal = url_refusal(text)
-    if refusal is not None:
+    if (refusal := url_refusal(text)) is not None:
         raise ValueError(refusal)
     return text
 

@@ -11,8 +11,7 @@ def checked_nodes(nodes: int | str) -> int | str:
     """Return a number or a range of hosts. Raises ValueError."""
     if isinstance(nodes, int):
         return nodes
-    match = _RANGE.fullmatch(nodes)
-    if match is None:
+    if (match := _RANGE.fullmatch(nodes)) is None:
         raise ValueError(f"{nodes!r} is neither a number of hosts such as 4, nor MIN:MAX such as 2:4")
     least, most = int(match[1]), int(match[2])
     if least == most:

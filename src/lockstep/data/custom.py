@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
 from lockstep.config.data_sections import FATAL, BadSamples, CustomData
@@ -201,12 +201,18 @@ class ItemSource:
 
 def collate_values(items: list[Any]) -> Any:
     """Apply torch's collate function to the items, with lists of numbers as tensors, not transposed."""
+    first = items[0]
     try:
-        return collate([*map(_with_tensors, items)] if _has_list(items[0]) else items, collate_fn_map=_COLLATED)
+        if not _has_list(first):
+            if type(first) is dict:
+                return {name: _column([item[name] for item in items]) for name in first}
+            if type(first) is tuple and len(set(map(len, items))) == 1:
+                return [*map(_column, zip(*items, strict=True))]
+            return collate(items, collate_fn_map=_COLLATED)
     except (TypeError, AttributeError):
-        if not _has_list(items[0]) and any(map(_has_list, items)):
-            return collate([*map(_with_tensors, items)], collate_fn_map=_COLLATED)
-        raise
+        if not any(map(_has_list, items)):
+            raise
+    return collate([*map(_with_tensors, items)], collate_fn_map=_COLLATED)
 
 
 def _has_list(item: Any) -> bool:
@@ -220,14 +226,19 @@ def _with_tensors(item: Any) -> Any:
     return tuple(map(_as_tensor, item)) if type(item) is tuple else item
 
 
+def _column(values: Sequence[Any]) -> Any:
+    return _stacked(values) if isinstance(values[0], Tensor) else collate(values, collate_fn_map=_COLLATED)
+
+
 def _stacked(tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -> Any:
     """Stack tensors of one dtype, like torch: in a worker it would cast others, elsewhere promote them."""
     if len(set(map(_DTYPE, tensors))) > 1:
         dtypes = ", ".join(str(tensor.dtype) for tensor in tensors[:_ITEMS])
         raise TypeError(f"the samples of one batch are {dtypes}: return one dtype, or set collate")
-    if any(map(_REQUIRES_GRAD, tensors)):
+    stacked = torch.stack([*tensors]) if get_worker_info() is None else None
+    if any(map(_REQUIRES_GRAD, tensors if stacked is None else [stacked])):
         raise TypeError("the dataset returned a tensor that requires a gradient: return tensor.detach()")
-    return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
+    return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map) if stacked is None else stacked
 
 
 _COLLATED = {**default_collate_fn_map, Tensor: _stacked}
@@ -258,12 +269,10 @@ def as_batch(collated: Any, samples: int) -> Batch:
         if isinstance(mask, Tensor):  # text as transformers' tokenizers return it
             tokens = int(mask.sum())
         return Batch(inputs, targets, samples, tokens)
-    if isinstance(collated, tuple | list):
-        *parts, targets = collated if len(collated) > 1 else (*collated, None)
-        samples = _rows(targets, *parts, otherwise=samples)
-        return Batch(tuple(parts), targets, samples, samples)
-    samples = _rows(collated, otherwise=samples)
-    return Batch((collated,), None, samples, samples)
+    values = collated if isinstance(collated, tuple | list) else (collated,)
+    *parts, targets = values if len(values) > 1 else (*values, None)
+    samples = _rows(targets, *parts, otherwise=samples)
+    return Batch(tuple(parts), targets, samples, samples)
 
 
 def _rows(*parts: Any, otherwise: int) -> int:

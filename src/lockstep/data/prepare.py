@@ -195,8 +195,7 @@ def _tokenizer(name: str) -> Tokenizer:
 
 def plain_tokenizer(name: str, loaded: Any) -> Tokenizer:
     """Return a tokenizer of the transformers library. Raises ConfigError if it can't end a document."""
-    end = end_token(loaded)
-    if end is None:
+    if (end := end_token(loaded)) is None:
         raise ConfigError(f"tokenizer {name} has no token (eos or sep) to end a document with")
 
     def encode(texts: list[str]) -> list[Ids]:

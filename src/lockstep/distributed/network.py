@@ -84,8 +84,7 @@ def _addressed(interface: str) -> str:
 
 
 def _interface_to_others(environment: RankEnvironment, store: Store) -> str | None:
-    met = os.environ.get(ADDRESS)
-    if met:
+    if met := os.environ.get(ADDRESS):
         return interface_of(met)
     source = route_to(environment.master_addr)
     if source is not None and not is_loopback(source):

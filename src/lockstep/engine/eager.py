@@ -73,6 +73,8 @@ class EagerEngine:
         self._clock = clock or PhaseClock()
         self._phase = _FORWARD  # or the backward of the current micro-batch
         self.losses: list[Tensor] = []
+        self._seed: Tensor | None = None  # of the pass before, mostly the same
+        self._seed_scale = 0.0
 
     def accumulate(self, batch: GlobalBatch, seed_scale: float | Tensor, announce: Callable[[Tensor], None]) -> None:
         step, micro_batches = self._step, batch.micro_batches
@@ -125,10 +127,12 @@ class EagerEngine:
             announce(sum(self.losses[1:], self.losses[0]))
         self._phase = _BACKWARD
         self._clock.enter(ClockPhase.BACKWARD)
+        seed = self._seed
         if isinstance(seed_scale, torch.Tensor):
             seed = seed_scale.to(loss)
-        else:
-            seed = torch.tensor(seed_scale, dtype=loss.dtype, device=loss.device)
+        elif seed is None or seed_scale != self._seed_scale or seed.dtype is not loss.dtype:
+            seed = self._seed = torch.tensor(seed_scale, dtype=loss.dtype, device=loss.device)
+            self._seed_scale = seed_scale
         self._step.backward(loss, seed)
 
     @torch.no_grad()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -30,6 +29,7 @@ from lockstep.models.vocab_parallel_loss import full_logits, vocab_parallel_cros
 
 IGNORED = -100
 """The target of positions that aren't trained, such as padding or a prompt."""
+_FEW = 64  # targets
 
 
 OF_USERS_MODEL = "targets"
@@ -227,13 +227,13 @@ def _are_tokens(targets: object) -> bool:
 
 
 def count_targets(targets: Tensor | None) -> int:
-    """Return the number of targets other than -100. NumPy counts 4,096 of them in 3 us, torch in 8."""
+    """Return the number of targets other than -100. Python counts 8 in 1 us, torch in 20."""
     if targets is None:
         raise no_targets()
     if targets.is_floating_point():
         raise RunFailed(f"targets are {targets.dtype}; convert them to class or token numbers (int64)")
-    if targets.is_cpu:
-        return int(np.count_nonzero(targets.numpy() != IGNORED))
+    if targets.dim() == 1 and targets.is_cpu and len(targets) <= _FEW:
+        return len(targets) - targets.tolist().count(IGNORED)
     return int((targets != IGNORED).sum())
 
 

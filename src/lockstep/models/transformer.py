@@ -133,8 +133,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(mlp_width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = F.silu(self.gate(x)) * self.up(x)
-        narrowed: Tensor = self.down(inner)
+        narrowed: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return narrowed
 
 

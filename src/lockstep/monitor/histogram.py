@@ -83,8 +83,7 @@ class HistogramCounts:
 
         flat = values.to(torch.float64 if values.device.type == "cpu" else torch.float32)
         finite = torch.isfinite(flat)
-        edges = _edges(flat.device, flat.dtype)
-        bins = torch.where(finite, torch.bucketize(flat, edges), len(EDGES) + 1)
+        bins = torch.where(finite, torch.bucketize(flat, _edges(flat.device, flat.dtype)), len(EDGES) + 1)
         counts = torch.zeros(len(EDGES) + 2, dtype=torch.int64, device=flat.device)
         counts.index_add_(0, bins, torch.ones_like(bins))
         if not flat.numel():

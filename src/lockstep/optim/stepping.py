@@ -183,8 +183,7 @@ def load_own_state(optimizer: torch.optim.Optimizer, own: dict[str, dict[str, An
     """Load what `own_state` has returned: entries by the optimizer's own `load_state_dict`."""
     if entries := own.get("entries"):
         state, groups = optimizer.state, optimizer.param_groups
-        of_torch = torch.optim.Optimizer.state_dict(optimizer)
-        optimizer.load_state_dict({**of_torch, "state": {}, **entries})
+        optimizer.load_state_dict({**torch.optim.Optimizer.state_dict(optimizer), "state": {}, **entries})
         optimizer.state, optimizer.param_groups = state, groups  # parameters' are loaded by name
     kept: MutableMapping[Any, Any] = optimizer.state
     for key in [key for key in kept if isinstance(key, str)]:  # of a later moment than the saved one

@@ -140,7 +140,7 @@ def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], without_data: Callable[[Any], Any]) -> Any:
     """Return the result of an operation on tensors without data, as the kernel of their device makes it."""
-    if _is_fused_update(func):
+    if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:  # torch computes no shapes of it
         return None
     if func is aten._grouped_mm.default:
         return grouped_product(*args, **kwargs)
@@ -159,11 +159,6 @@ def _sized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], without_dat
     with _disable_current_modes():
         results = func(*values, **named)
     return pytree.tree_map(without_data, results)
-
-
-def _is_fused_update(func: Any) -> bool:
-    """Return whether it is an optimizer's fused kernel: torch has none that computes only shapes."""
-    return func._schema.name.startswith("aten::_fused_") and not func._schema.returns
 
 
 def _zeros_on_host(leaf: Any) -> Any:

@@ -55,7 +55,7 @@ class UserLogs:
 
     def updated(self, step: int) -> tuple[Request, ...]:
         """Return this rank's request to collect, after update `step`, whose report may still be on its way."""
-        if not (self._log.entries or any(log.entries for log in self._taken.values())):
+        if not (self._log.entries or self._taken):
             return ()
         if step % self._every == 0:
             self._taken[step] = self._log.take()
