@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 75_752
+MOST_LINES = 75_751
 MOST_FILES = 462
-MOST_CODE = 45_855
+MOST_CODE = 45_854
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
 LARGER_PACKAGES = {"training": 8_948}

@@ -42,7 +42,6 @@ def is_better(value: float, other: float, direction: Direction) -> bool:
 
 
 def _direction(metric: str, stated: Direction | None, key: str, words: str) -> Direction:
-    direction = stated or known_direction(metric)
-    if direction is None:
+    if (direction := stated or known_direction(metric)) is None:
         raise ConfigError(Problem("", key, f"the name of {metric} doesn't show if high is better; set it to {words}"))
     return direction

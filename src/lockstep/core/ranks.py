@@ -128,8 +128,7 @@ def _require(environ: Mapping[str, str]) -> None:
 
 
 def _number(environ: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
-    text = environ.get(name)
-    if text is None:
+    if (text := environ.get(name)) is None:
         assert otherwise is not None, f"_require has checked that {name} is set"
         return otherwise
     try:

@@ -235,10 +235,11 @@ def _stacked(tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -> Any:
     if len(set(map(_DTYPE, tensors))) > 1:
         dtypes = ", ".join(str(tensor.dtype) for tensor in tensors[:_ITEMS])
         raise TypeError(f"the samples of one batch are {dtypes}: return one dtype, or set collate")
-    stacked = torch.stack([*tensors]) if get_worker_info() is None else None
-    if any(map(_REQUIRES_GRAD, tensors if stacked is None else [stacked])):
+    if any(map(_REQUIRES_GRAD, tensors)):
         raise TypeError("the dataset returned a tensor that requires a gradient: return tensor.detach()")
-    return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map) if stacked is None else stacked
+    if get_worker_info() is None:
+        return torch.stack([*tensors])
+    return collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)  # in shared memory
 
 
 _COLLATED = {**default_collate_fn_map, Tensor: _stacked}
