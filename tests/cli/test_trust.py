@@ -409,7 +409,7 @@ def test_the_flag_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     calls: list[Any] = []
     stand_in = SimpleNamespace(
         evaluate_run=lambda *args, **options: (calls.append(options["trust_run"]), (0, None))[1],
-        generate_text=lambda *args, **options: (calls.append(options["trust_run"]), "")[1],
+        generate_text=lambda *args, **options: (calls.append(options["trust_run"]), [""])[1],
     )
     monkeypatch.setitem(sys.modules, "lockstep.training.finished_run", stand_in)
     for words in (["eval", "r"], ["generate", "r", "p"]):

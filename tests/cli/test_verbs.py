@@ -40,7 +40,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setattr("lockstep.plan.plan.describe", lambda plan: "the plan")
     finished = SimpleNamespace(
         evaluate_run=lambda *args, **options: (calls.append(("evaluate", *args, options)), (7, None))[1],
-        generate_text=lambda *args, **options: (calls.append(("generate", *args, options)), " and so on")[1],
+        generate_text=lambda *args, **options: (calls.append(("generate", *args, options)), [" and so on"])[1],
     )
     monkeypatch.setitem(sys.modules, "lockstep.training.finished_run", finished)
     return calls
@@ -110,14 +110,14 @@ def test_plan_eval_and_generate_pass_their_arguments(
     assert decision == (None, "")
     assert (loaded.config.launch.ranks, memory, options) == (8, None, {"trust_remote_code": False})
     assert evaluated == ("evaluate", Path("runs/x"), "auto", UNTRUSTED)
-    sampling = {"tokens": 5, "temperature": 0.0, "top_k": 3, "seed": 1}
-    assert generated == ("generate", Path("runs/x"), "def ", {**sampling, **UNTRUSTED})
+    defaults = {"chat": False, "tokenizer": None, **UNTRUSTED}
+    assert generated == ("generate", Path("runs/x"), ["def "], 5, (0.0, 3, 1.0, 1), defaults)
     assert capsys.readouterr().out == "digits\nthe plan\ndef  and so on\n"
 
 
 def test_the_defaults_of_generate(command: Calls) -> None:
     assert main(["generate", "runs/x", "a"]) == 0
-    assert command[0][3] == {"tokens": 256, "temperature": 0.8, "top_k": None, "seed": 42, **UNTRUSTED}
+    assert command[0][3:] == (256, (0.8, None, 1.0, 42), {"chat": False, "tokenizer": None, **UNTRUSTED})
 
 
 def test_data_prepare_passes_its_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 75_751
+MOST_LINES = 75_865
 MOST_FILES = 462
-MOST_CODE = 45_854
+MOST_CODE = 45_932
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
-LARGER_PACKAGES = {"training": 8_948}
+LARGER_PACKAGES = {"training": 9_020}
 MOST_SMALL_FILES = 7
 """Files of less than 60 lines, an `__init__` aside, that one other file imports."""
 MOST_IN_CIRCLES: dict[str, int] = {}

@@ -12,7 +12,8 @@ from lockstep.config.schema import HuggingFaceModel, TransformerModel
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import DataFacts
 from lockstep.models.build import build_model
-from lockstep.models.generation import generate
+from lockstep.models.generation import Sampling
+from lockstep.models.generation import generate as generate_all
 from lockstep.training.job import Job, run_job
 
 GPT2 = HuggingFaceModel(
@@ -20,6 +21,11 @@ GPT2 = HuggingFaceModel(
     task="causal-lm",
     architecture={"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 8},
 )
+
+
+def generate(model, prompt, tokens, **options):
+    sampling = Sampling(**{name: options.pop(name) for name in Sampling._fields if name in options})
+    return generate_all(model, [prompt], tokens, sampling, **options)[0]
 
 
 class _NextIsOneMore(nn.Module):
@@ -75,6 +81,34 @@ def test_the_library_generates_what_forwards_on_whole_texts_do():
     model.lm_head.weight.data.fill_(torch.nan)
     with pytest.raises(RunFailed, match="aren't finite"):
         generate(model, [1, 2, 3], 5, temperature=0)
+
+
+def test_a_batch_of_prompts_is_continued_as_each_alone():
+    model = build_model(GPT2, DataFacts(10, 8, vocabulary=40), 1)
+    prompts = [[1, 2, 3], [7], [4, 5]]
+    alone = [generate(model, prompt, 4, temperature=0) for prompt in prompts]
+    end = alone[1][1]
+    assert generate_all(model, prompts, 4, Sampling(0.0)) == alone
+    expected = [row[: row.index(end)] if end in row else row for row in alone]
+    assert generate_all(model, prompts, 4, Sampling(0.0), end=end) == expected
+    assert expected != alone
+
+
+@pytest.mark.parametrize("model", [None, GPT2])
+def test_top_p_draws_from_the_likeliest_tokens(model):
+    probabilities = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    if model is None:
+        model = _Diverged(probabilities[0].tolist())
+    else:
+        model = build_model(model, DataFacts(10, 8, vocabulary=4), 1)
+        model.lm_head = nn.Linear(16, 4)
+        nn.init.zeros_(model.lm_head.weight)
+        model.lm_head.bias.data.copy_(probabilities[0])
+    drawn = {
+        share: {generate(model, [0], 1, top_p=share, seed=seed)[0] for seed in range(60)} for share in (0.4, 0.79, 1)
+    }
+    assert (drawn[0.4], drawn[0.79]) == ({0}, {0, 1})
+    assert {0, 1, 2} <= drawn[1]
 
 
 def test_an_empty_prompt_is_refused():

@@ -154,9 +154,9 @@ def _trained(config: dict[str, Any]) -> Any:
 
 def test_generated_text_needs_no_values_but_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lockstep.train(_config("own", tmp_path / "run", strategy="single"))
-    options: dict[str, Any] = {"tokens": 5, "temperature": 0.0, "top_k": None, "seed": 1}
-    trust: dict[str, Any] = {"trust_remote_code": False, "trust_run": True}
-    expected = generate_text(tmp_path / "run", "def ", **options, **trust)
+    options: dict[str, Any] = {"chat": False, "tokenizer": None, "trust_remote_code": False, "trust_run": True}
+    sampling = (0.0, None, 1.0, 1)
+    expected = generate_text(tmp_path / "run", ["def "], 5, sampling, **options)
     for owner, name in ((torch.Tensor, "normal_"), (finished_run, "make_model"), (meta_model, "copy_from_full")):
         monkeypatch.setattr(owner, name, _refuse)
-    assert generate_text(tmp_path / "run", "def ", **options, **trust) == expected
+    assert generate_text(tmp_path / "run", ["def "], 5, sampling, **options) == expected

@@ -338,3 +338,11 @@ def temperature(text: str) -> float:
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
     return number
+
+
+def share(text: str) -> float:
+    """Return a number above 0 and at most 1."""
+    number = temperature(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0 and at most 1")
+    return number

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lockstep.config.schema import HuggingFaceModel
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.terminal import echo
@@ -22,11 +24,12 @@ from lockstep.training.locations import loaded_config
 from lockstep.training.session import components_of
 from lockstep.training.sources import facts_of_data, make_model
 from lockstep.training.user_objects import UserObjects
-from lockstep.training.weights import load_weights, to_rebuild
+from lockstep.training.weights import MODEL, load_weights, to_rebuild
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
 
+_TOKENIZER = "tokenizer_config.json"
 _EVALUATION_SET = "data.evaluation: {held-out: {kind: digits, split: held-out}}"
 
 
@@ -93,33 +96,55 @@ def _evaluate_rank(config: Config, run: Path, file: Path, trust_remote_code: boo
 
 def generate_text(
     run: Path,
-    prompt: str,
-    *,
+    prompts: Sequence[str],
     tokens: int,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
+    sampling: tuple[float, int | None, float, int],
+    *,
+    chat: bool,
+    tokenizer: str | None,
     trust_remote_code: bool,
     trust_run: bool,
-) -> str:
-    """Return the continuation of a prompt by the language model that a run left, of at most `tokens` new tokens.
+) -> list[str]:
+    """Return the continuations of prompts by the language model that a run left, of at most `tokens` new tokens.
 
     Args:
-        temperature: Temperature of the softmax; 0 takes the likeliest token.
-        top_k: Number of the likeliest tokens to sample from; None: all.
+        sampling: temperature, top_k, top_p and seed, as in `Sampling`.
+        chat: Each prompt is a user's turn, and the answer is returned.
+        tokenizer: Folder or hub name; None: the run's.
     """
     import torch
 
     from lockstep.models.build import build_meta_model
-    from lockstep.training.text import codec_of, continuation
+    from lockstep.models.generation import Sampling
+    from lockstep.training.text import codec_of, continuations
 
-    config = to_rebuild(loaded_config(run), trusted=trust_run)
+    config = _with_model_of_folder(to_rebuild(loaded_config(run), trusted=trust_run), run / MODEL)
     given = UserObjects(trust_remote_code=trust_remote_code)
-    codec = codec_of(config.model, config.data.train)
+    if tokenizer is None and config.data.train.kind in ("given", "custom") and (run / MODEL / _TOKENIZER).exists():
+        tokenizer = str(run / MODEL)
+    codec = codec_of(config.model, config.data.train, tokenizer)
+    ids = [(codec.turn if chat else codec.encode)(prompt) for prompt in prompts]
     facts = facts_of_data(config, given)
     meta = build_meta_model(config.model, facts, config.run.seed, trust_remote_code=trust_remote_code)
     if meta is not None:  # without a draw of values that the weights replace
         meta.allocate(torch.device("cpu"))
     model = (make_model(config, facts, given) if meta is None else meta.model).eval()
     load_weights(model, run)
-    return continuation(codec, model, prompt, tokens, facts, temperature=temperature, top_k=top_k, seed=seed)
+    return continuations(codec, model, ids, tokens, facts, Sampling(*sampling))
+
+
+def _with_model_of_folder(config: Config, folder: Path) -> Config:
+    """Return the config with the exported transformers model instead of an object that was passed in Python."""
+    if config.model.kind != "given":
+        return config
+    if not (folder / "config.json").exists():
+        why = "the run's model was passed in Python, and isn't one of the transformers library"
+        raise ConfigError(
+            f"{why}, so it can't be built again here: load {folder} into your module, and generate with it"
+        )
+    from transformers import AutoConfig
+
+    task: Literal["seq2seq", "causal-lm"]
+    task = "seq2seq" if AutoConfig.from_pretrained(folder).is_encoder_decoder else "causal-lm"
+    section = HuggingFaceModel(kind="huggingface", task=task, pretrained=str(folder))
+    return config.model_copy(update={"model": section})
