@@ -93,6 +93,7 @@ _COUPLED = {
     (schema.Recovery, "notice"), (Watchdog, "enabled"), (BadSamples, "policy"),
     (Watchdog, "end_after"), (Watchdog, "end_start_after"),
     (BadSamples, "limit"), (BadSamples, "timeout"), (BadNumbers, "rollback_steps"),
+    (schema.Evaluation, "metrics"),
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from lockstep.config.data_sections import (
     CustomData,
@@ -37,7 +37,8 @@ from lockstep.config.training_sections import (
     Recovery,
     Schedule,
 )
-from lockstep.core.closest import did_you_mean
+from lockstep.core.closest import did_you_mean, hint
+from lockstep.core.metric_names import metric_classes, metric_names, plain
 from lockstep.core.nodes import checked_address, checked_nodes
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.deepspeed import DeepSpeed
@@ -258,6 +259,34 @@ class Launch(Section):
     """Network interface for gloo and NCCL; null: loopback on one host, else the one on the route to `rendezvous`."""
 
 
+class Metric(Section):
+    """A metric of the torchmetrics library."""
+
+    kind: str
+    """Class of torchmetrics for classification or regression, such as F1Score, or short: `f1`, `auroc`, `mse`."""
+    name: str | None = None
+    """Name in reports; null: `kind`."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the class; `task`, `num_classes`, `num_labels` and `num_outputs` follow from the run."""
+
+    @property
+    def title(self) -> str:
+        """The name in reports."""
+        return self.name or self.kind
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str) -> str:
+        names = metric_names()  # empty without torchmetrics, which may be installed where the run is
+        if names and plain(kind) not in names:
+            raise ValueError(f"torchmetrics has no metric {kind!r}{hint(kind, [*names, *metric_classes()])}")
+        return kind
+
+
+def _named(metric: object) -> object:
+    return {"kind": metric} if isinstance(metric, str) else metric
+
+
 class Evaluation(Section):
     """Evaluation on every set of `data.evaluation`."""
 
@@ -267,8 +296,20 @@ class Evaluation(Section):
     """Samples per forward of a rank; auto: as in training."""
     at_end: bool = True
     """Evaluate at the end of the run."""
+    metrics: tuple[Annotated[Metric, BeforeValidator(_named, json_schema_input_type=str | Metric)], ...] = ()
+    """Further metrics, by torchmetrics: `[f1, auroc]`, or with arguments. Needs the extra `metrics`."""
     prompt: str | None = None
     """Language models: continue this text at the end, and print the result."""
+
+    def _contradictions(self) -> Iterator[str]:
+        titles = [metric.title for metric in self.metrics]
+        if twice := next((title for title in titles if titles.count(title) > 1), None):
+            yield f"two metrics are called {twice}; give one of them a `name`"
+
+    @property
+    def further(self) -> tuple[Metric, ...]:
+        """The metrics beside the objective's own, such as accuracy."""
+        return tuple(metric for metric in self.metrics if metric.title not in _METRICS or metric.arguments)
 
 
 class Extension(Section):
@@ -432,6 +473,8 @@ class Config(Section):
             yield "memory.activation_checkpointing.mode budget needs model.compile: true"
         if self.memory.loss_chunk is not None and self.model.compile:
             yield "memory.loss_chunk and model.compile don't go together; leave one out"
+        if self.memory.loss_chunk is not None and self.evaluation.further:
+            yield "evaluation.metrics need all logits, which memory.loss_chunk never has at a time; leave one out"
         if self.run.end_with == "best" and self.checkpoint.best is None:
             yield "run.end_with best needs checkpoint.best: a metric such as held-out.loss"
         if self.checkpoint.best is not None:
@@ -449,8 +492,9 @@ class Config(Section):
             return
         metric = name.removeprefix(f"{max(sets, key=len)}.")
         custom = self.objective.kind in ("custom", "given") or self.model.kind in ("custom", "given")
-        if not custom and metric not in _METRICS:
-            yield f"{key}: no evaluation has the metric {metric!r}; {did_you_mean(metric, _METRICS)}"
+        titles = [section.title for section in self.evaluation.further]
+        if not custom and metric not in _METRICS and not metric.startswith((*titles,)):  # several values: rouge1_recall
+            yield f"{key}: no evaluation has the metric {metric!r}; {did_you_mean(metric, [*_METRICS, *titles])}"
 
 
 def refusal_in_backward(config: Config) -> str | None:

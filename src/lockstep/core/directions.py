@@ -12,6 +12,7 @@ _LOWEST = frozenset({
     "loss", "error", "err", "perplexity", "ppl", "bits", "bpb", "nll", "mse", "rmse", "mae", "mape", "wer", "cer",
     "fid", "brier", "divergence", "kl", "distance",
 })  # fmt: skip
+_CAMEL = re.compile("(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _HIGHEST = frozenset({
     "accuracy", "acc", "f", "auc", "auroc", "auprc", "precision", "recall", "sensitivity", "specificity", "map", "bleu",
     "chrf", "rouge", "meteor", "iou", "miou", "dice", "r", "correlation", "pearson", "spearman", "mcc", "kappa", "hits",
@@ -21,7 +22,8 @@ _HIGHEST = frozenset({
 
 def known_direction(metric: str) -> Direction | None:
     """Return which values of a metric (`held-out.loss`) are best, if its name shows it."""
-    words = {word.rstrip("0123456789") for word in re.findall("[a-z]+[0-9]*", metric.rpartition(".")[2].lower())}
+    split = _CAMEL.sub("_", metric.rpartition(".")[2]).lower()  # of a class, such as MulticlassF1Score
+    words = {word.rstrip("0123456789") for word in re.findall("[a-z]+[0-9]*", split)}
     low, high = bool(words & _LOWEST), bool(words & _HIGHEST)
     return None if low == high else "lowest" if low else "highest"
 

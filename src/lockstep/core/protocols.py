@@ -95,6 +95,14 @@ class EvaluatedObjective(Objective, Protocol):
         """Return the reported metrics, from sums over the whole evaluation set; `loss` is among them."""
 
 
+Observe = Callable[["EvaluatedObjective", object, "Batch"], None]
+"""Sees the outputs for a batch in an evaluation: (objective, outputs, batch)."""
+
+
+def unobserved(objective: EvaluatedObjective, outputs: object, batch: Batch) -> None:
+    """See nothing."""
+
+
 NO_CONTEXT: AbstractContextManager[object] = nullcontext()
 """Does nothing; entering it can be left out."""
 
@@ -175,8 +183,12 @@ class Engine(Protocol):
         Collective, with the same inputs on all ranks. None on a rank that doesn't hold the end of the model.
         """
 
-    def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
-        """Return this rank's sums over the batches: `loss_sum`, `count`, and the objective's `metric_sums`."""
+    def evaluate(self, micro_batches: Iterable[Batch], observe: Observe = unobserved) -> Mapping[str, Tensor]:
+        """Return this rank's sums over the batches: `loss_sum`, `count`, and the objective's `metric_sums`.
+
+        Args:
+            observe: Called with objective, outputs and batch where this rank has the model's outputs.
+        """
 
 
 class Optimizer(Protocol):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
+from lockstep.core.protocols import Observe, unobserved
 from lockstep.core.records import Batch
 from lockstep.distributed.forward_mode import SequencePartition, current_sequences, padded_length, positions_of
 from lockstep.engine.dry_run import (
@@ -294,6 +295,6 @@ class ContextEngine:
         with self._attention.active():
             self._engine.accumulate(batch, seed_scale, announce)
 
-    def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
+    def evaluate(self, micro_batches: Iterable[Batch], observe: Observe = unobserved) -> Mapping[str, Tensor]:
         with self._attention.active():
-            return self._engine.evaluate(micro_batches)
+            return self._engine.evaluate(micro_batches, observe)

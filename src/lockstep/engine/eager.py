@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from lockstep.core.modes import evaluation_mode
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase as ClockPhase
 from lockstep.core.phase_clock import PhaseClock
-from lockstep.core.protocols import NO_CONTEXT
+from lockstep.core.protocols import NO_CONTEXT, Observe, unobserved
 from lockstep.engine.input_names import dtypes_misfit, inputs_misfit
 from lockstep.engine.module_calls import not_gathered
 
@@ -140,13 +141,15 @@ class EagerEngine:
         with self._autocast():
             return call(self._model, inputs)
 
-    def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
-        return sum_over(self._model, micro_batches, self._sums, self._muted)
+    def evaluate(self, micro_batches: Iterable[Batch], observe: Observe = unobserved) -> Mapping[str, Tensor]:
+        return sum_over(self._model, micro_batches, partial(self._sums, observe), self._muted)
 
-    def _sums(self, batch: Batch) -> dict[str, Tensor]:
+    def _sums(self, observe: Observe, batch: Batch) -> dict[str, Tensor]:
         if self._prepare is not None:
             batch = self._prepare(batch)
-        return sums_of_outputs(self._objective, self.outputs(batch.inputs), batch)
+        outputs = self.outputs(batch.inputs)
+        observe(self._objective, outputs, batch)
+        return sums_of_outputs(self._objective, outputs, batch)
 
 
 def call(module: nn.Module, inputs: Inputs, *, hooks: bool = True) -> object:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from lockstep.core.errors import Failure
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase, PhaseClock
+from lockstep.core.protocols import Observe, unobserved
 from lockstep.distributed.collectives import receive, send
 from lockstep.engine.dry_run import first_line
 from lockstep.engine.eager import muted_padding, refuse_loss, sum_over, sums_of_outputs
@@ -192,13 +194,16 @@ class PipelineEngine:
                     send(output, self._group, stages.owners[stage + 1])
         return output if self._has_last else None
 
-    def evaluate(self, micro_batches: Iterable[Batch]) -> Mapping[str, Tensor]:
+    def evaluate(self, micro_batches: Iterable[Batch], observe: Observe = unobserved) -> Mapping[str, Tensor]:
         """Return the sums, the same on all ranks of the pipeline."""
-        sums = sum_over(self._stages.model, micro_batches, self._sums, self._muted)
+        sums = sum_over(self._stages.model, micro_batches, partial(self._sums, observe), self._muted)
         numbers = {name: value.item() for name, value in sums.items()} if self._has_last else None
         last_numbers: Any = self._axis.gather(numbers)[self._stages.owners[-1]]
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in last_numbers.items()}
 
-    def _sums(self, batch: Batch) -> dict[str, Tensor]:
+    def _sums(self, observe: Observe, batch: Batch) -> dict[str, Tensor]:
         outputs = self.outputs(batch.inputs)
-        return sums_of_outputs(self._objective, outputs, batch) if self._has_last else {}
+        if not self._has_last:
+            return {}
+        observe(self._objective, outputs, batch)
+        return sums_of_outputs(self._objective, outputs, batch)

@@ -107,18 +107,18 @@ class ClassifierLoss:
     metrics = staticmethod(loss_and_accuracy)
 
     def __init__(self, labels: int, problem: str | None, label_smoothing: float = 0.0) -> None:
-        self._labels = labels
+        self.labels = labels
         self._problem = problem
         self.label_smoothing = label_smoothing
 
     def count(self, batch: Batch) -> int:
-        if self._kind(tensor_targets(batch)) == "single_label_classification":
+        if self.kind_of(tensor_targets(batch)) == "single_label_classification":
             return count_targets(batch.targets)
         return batch.samples
 
     def loss_sum(self, outputs: object, batch: Batch) -> Tensor:
         logits, targets = logits_of(outputs), batch.targets
-        kind = self._kind(targets)
+        kind = self.kind_of(targets)
         if kind == "single_label_classification":
             return cross_entropy_sum(logits, _without_last_dim(targets), self.label_smoothing)
         logits = full_logits(logits).float()
@@ -126,23 +126,24 @@ class ClassifierLoss:
             raise RunFailed(f"outputs are {list(logits.shape)} and targets {list(targets.shape)}, for {kind}")
         targets = targets.reshape(logits.shape).to(logits.dtype)
         loss = F.mse_loss if kind == "regression" else F.binary_cross_entropy_with_logits
-        return loss(logits, targets, reduction="sum") / self._labels
+        return loss(logits, targets, reduction="sum") / self.labels
 
     def metric_sums(self, outputs: object, batch: Batch) -> Mapping[str, Tensor]:
         logits, targets = full_logits(logits_of(outputs)), batch.targets
-        match self._kind(targets):
+        match self.kind_of(targets):
             case "single_label_classification":
                 return _metric_sums(logits, _without_last_dim(targets), self.label_smoothing)
             case "multi_label_classification":
-                return {"right": ((logits > 0) == (targets > 0.5)).sum() / self._labels}
+                return {"right": ((logits > 0) == (targets > 0.5)).sum() / self.labels}
         return {}
 
-    def _kind(self, targets: Tensor | None) -> str:
+    def kind_of(self, targets: Tensor | None) -> str:
+        """Return the library's `problem_type` of these targets."""
         if targets is None:
             raise no_targets()
         if self._problem is not None:
             kind = self._problem
-        elif self._labels == 1:
+        elif self.labels == 1:
             kind = "regression"
         else:
             kind = f"{'multi' if targets.is_floating_point() else 'single'}_label_classification"

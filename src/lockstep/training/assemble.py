@@ -25,6 +25,8 @@ from lockstep.engine.input_names import refuse_unknown_names
 from lockstep.models.attention_masks import decide_masks, without_full_mask
 from lockstep.models.build import build_meta_model, build_model, parameter_facts, sketch_model
 from lockstep.models.building_objectives import coupling, lone_samples
+from lockstep.models.heads import head_of
+from lockstep.models.metrics import OWN, EvaluationMetrics, Outcome, outcome_of
 from lockstep.models.model_tensors import model_tensors
 from lockstep.models.objectives import ClassifierLoss, TargetLoss
 from lockstep.models.parameters import refuse_parameters
@@ -108,6 +110,7 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
         source=source,
         evaluation=EvaluationParts(
             prepared.evaluation,
+            _metrics(config, prepared, world.device),
             _evaluation_size(config.evaluation.micro_size, prepared, made.position),
             keyed_draws(config, plan, made, world),
         ),
@@ -231,6 +234,24 @@ def _meta_model(
     if not partitioned and (builder is None or (builder.shard is None and not builder.shards_in_build(config))):
         return None
     return build_meta_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)
+
+
+def _metrics(config: Config, prepared: _Prepared, device: torch.device) -> EvaluationMetrics:
+    """Return the metrics of the config, for the outputs of the model. Raises ConfigError if they don't fit."""
+    sections, source, model = config.evaluation.further, prepared.source, prepared.whole.module
+    if not sections:
+        return EvaluationMetrics((), Outcome(OWN, None), device)
+    objective, facts, head = prepared.objective, source.facts, head_of(model)
+    size: int | None = getattr(config.model, "classes", None) or facts.classes
+    if isinstance(objective, TargetLoss) and objective.language:
+        size = getattr(config.model, "vocabulary", None) or facts.vocabulary
+    batch = first_batch(source, 1)
+    if head is not None:
+        language = isinstance(objective, TargetLoss) and objective.language
+        size = head.config.get_text_config().vocab_size if language else head.config.num_labels
+        if head.kind == "multiple-choice":
+            size = dict(batch.inputs)["input_ids"].shape[1]
+    return EvaluationMetrics(sections, outcome_of(objective, batch, size), device)
 
 
 def _evaluation_size(size: int | Literal["auto"], prepared: _Prepared, position: MeshPosition) -> int:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
     from lockstep.distributed.rng import KeyedDraws
+    from lockstep.models.metrics import EvaluationMetrics
     from lockstep.models.model_tensors import ModelTensors
     from lockstep.optim.precision import LossScaler
     from lockstep.plan.plan import Plan
@@ -43,9 +44,10 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationParts:
-    """The parts of evaluations: sets by name in the order of the config, samples per forward of a rank."""
+    """The parts of evaluations: sets by name in the order of the config, metrics, samples per forward of a rank."""
 
     sets: Mapping[str, Source]
+    metrics: EvaluationMetrics
     micro_size: int
     draws: KeyedDraws
 

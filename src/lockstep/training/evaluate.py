@@ -107,7 +107,8 @@ def _evaluate_on(components: Components, name: str, step: int, stops: Callable[[
 
     try:
         with evaluation_named(name), recording(MetricLog()):  # what user code logs here is not of the training
-            local_sums = components.engine.evaluate(keyed())
+            parts.metrics.reset()
+            local_sums = components.engine.evaluate(keyed(), parts.metrics.update)
     except EvaluationStopped:
         raise
     except Exception as error:
@@ -124,4 +125,8 @@ def _evaluate_on(components: Components, name: str, step: int, stops: Callable[[
     except Exception as error:  # a user's objective raises, on all ranks alike
         print_once(f"lockstep: only the loss of {name} can be computed: {type(error).__name__}: {error}")
         metrics = {"loss": loss_sum / count if count else math.nan}
+    further, failures = parts.metrics.values(world.axis, counts=place.reports_loss)
+    for failure in failures:
+        print_once(f"lockstep: {name}: {failure}")
+    metrics |= further
     return EvaluationReport(name, step, metrics, source.facts.samples, time.perf_counter() - began)

@@ -18,7 +18,7 @@ from pydantic import ConfigDict
 
 from lockstep.core import formatting
 from lockstep.core.closest import did_you_mean
-from lockstep.core.directions import best_of, improvement_of, is_better
+from lockstep.core.directions import best_of, improvement_of, is_better, known_direction
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import EvaluationReport, Request, StepReport
 from lockstep.monitor.jsonl import finite
@@ -131,10 +131,20 @@ class Evaluations:
         checkpoint, stopping = self._section, self.early_stopping.section
         if checkpoint.best is not None:
             self._refuse_unknown_metric("checkpoint.best", checkpoint.best)
-            best_of(checkpoint.best, checkpoint.best_is)
+            if best_of(checkpoint.best, checkpoint.best_is) and checkpoint.best_is == "auto":
+                self._refuse_direction("checkpoint.best_is", checkpoint.best, "highest", "lowest")
         if stopping is not None:
             self._refuse_unknown_metric("monitor.early_stopping.metric", stopping.metric)
-            improvement_of(stopping.metric, stopping.mode)
+            if improvement_of(stopping.metric, stopping.mode) and stopping.mode == "auto":
+                self._refuse_direction("monitor.early_stopping.mode", stopping.metric, "max", "min")
+
+    def _refuse_direction(self, key: str, metric: str, highest: str, lowest: str) -> None:
+        """Raise ConfigError if torchmetrics has another direction than the name of a metric shows."""
+        named = components_of(self._session).evaluation.metrics.directions.items()
+        own = next((best for name, best in named if metric.rpartition(".")[2].startswith(name)), None)
+        if own is not None and own != known_direction(metric):
+            words = highest if own == "highest" else lowest
+            raise ConfigError(Problem("", key, f"{metric} is best where it is {own}, unlike its name; write {words}"))
 
     def _refuse_unknown_metric(self, key: str, name: str) -> None:
         components = components_of(self._session)
@@ -142,6 +152,10 @@ class Evaluations:
             metrics = list(components.objective.metrics(1.0, 1.0, _AllSums(lambda: 1.0)))
         except Exception:  # a user's objective may need more than these values
             return
+        further = components.evaluation.metrics
+        if not further.names and any(name.rpartition(".")[2].startswith(own) for own in further.directions):
+            return  # of a user's objective: known when it is evaluated
+        metrics += further.names
         known = [f"{evaluation}.{metric}" for evaluation in components.evaluation.sets for metric in metrics]
         if name not in known:
             raise ConfigError(Problem("", key, f"no evaluation will have {name}; {did_you_mean(name, known)}"))

@@ -1,0 +1,257 @@
+"""Metrics of torchmetrics on an evaluation set, exact over all ranks.
+
+outputs, batch --> probabilities and classes, or numbers, of valid targets --> `update` on the rank that has the outputs
+at the end     --> sums added, lists and other states gathered, of ranks that have any --> `compute`, on every rank
+
+Its class defines a metric; the objective defines outputs and targets, so that `task` and `num_classes` follow from the
+run. torchmetrics' own way over ranks isn't used: it hangs if ranks have lists of other lengths, and counts states of
+ranks without samples.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lockstep.core.directions import Direction
+from lockstep.core.distribution import pip_install
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.metric_names import metric_classes, metric_names, plain
+from lockstep.models.objectives import IGNORED, ClassifierLoss, ModelLoss, SpanLoss, TargetLoss
+from lockstep.models.outputs import logits_of
+from lockstep.models.vocab_parallel_loss import full_logits
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Metric
+    from lockstep.core.protocols import Axis, EvaluatedObjective
+    from lockstep.core.records import Batch
+
+CLASSES, LABELS, NUMBERS, OWN = "classes", "several labels", "numbers", "own"
+"""Kinds of targets: a class each, several labels a sample, numbers, or known only to the user's objective."""
+_SHOWN = 8  # classes in a trial
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The kind of a run's targets, and how many classes, labels or numbers there are."""
+
+    kind: str
+    size: int | None
+
+
+def outcome_of(objective: EvaluatedObjective, batch: Batch, size: int | None) -> Outcome:
+    """Return what an objective's targets are. Raises ConfigError if it has no outputs for a metric.
+
+    Args:
+        batch: Of the data.
+        size: Number of classes, tokens or outputs, if it is known.
+    """
+    if isinstance(objective, TargetLoss):
+        return Outcome(CLASSES, size)
+    if isinstance(objective, ClassifierLoss):
+        kinds = {"regression": NUMBERS, "multi_label_classification": LABELS}
+        return Outcome(kinds.get(objective.kind_of(batch.targets), CLASSES), objective.labels)
+    if isinstance(objective, SpanLoss | ModelLoss):
+        why = "the model computes the loss, or answers are spans: there are no outputs with a target each; leave it out"
+        raise ConfigError(Problem("", "evaluation.metrics", why))
+    return Outcome(OWN, size)
+
+
+class EvaluationMetrics:
+    """The metrics of a run; without any, it does nothing.
+
+    Attributes:
+        names: Of the values; empty if they depend on the outputs of the user's model.
+        directions: Which values are best by torchmetrics, by the configured name.
+    """
+
+    def __init__(self, sections: Sequence[Metric], outcome: Outcome, device: torch.device) -> None:
+        self._outcome = outcome
+        self._metrics = {section.title: _built(section, outcome).to(device) for section in sections}
+        self.directions = {name: direction_of(metric) for name, metric in self._metrics.items()}
+        self.names: list[str] = []
+        if outcome.size is not None and outcome.kind != OWN:
+            self._try(outcome.size)
+
+    def _try(self, many: int) -> None:
+        """Compute each once, of made up outputs: arguments that don't fit are refused before the training."""
+        rows = min(many, _SHOWN) + 2
+        outputs = torch.rand(rows, many, generator=torch.Generator().manual_seed(0))
+        targets = torch.arange(rows) % many
+        if self._outcome.kind == LABELS:
+            targets = (torch.arange(rows)[:, None] + torch.arange(many)) % 2
+        elif self._outcome.kind == NUMBERS:
+            targets = outputs.flip(0) + 0.5
+        else:
+            outputs = outputs / outputs.sum(1, keepdim=True)
+        for name, metric in self._metrics.items():
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    device = metric.device
+                    _update(metric, self._outcome, outputs.to(device), targets.to(device))
+                    self.names += numbers_of(name, metric.compute())
+            except Exception as error:  # of many kinds, such as ValueError for an argument
+                raise _refused(name, f"{type(metric).__name__}: {error}") from error
+            metric.reset()
+
+    def reset(self) -> None:
+        """Forget what an evaluation that was stopped has left."""
+        for metric in self._metrics.values():
+            metric.reset()
+
+    @torch.no_grad()
+    def update(self, objective: EvaluatedObjective, outputs: object, batch: Batch) -> None:
+        """Add a batch's samples. All tensor-parallel ranks together: logits that are sharded are gathered."""
+        if not self._metrics:
+            return
+        predictions, targets = _pairs(objective, self._outcome, full_logits(logits_of(outputs)), batch)
+        if batch.samples and targets.numel():
+            for metric in self._metrics.values():
+                _update(metric, self._outcome, predictions, targets)
+
+    def values(self, axis: Axis, *, counts: bool) -> tuple[dict[str, float], list[str]]:
+        """Return the values over all ranks, and why others can't be computed; then start again. All ranks together.
+
+        Args:
+            counts: Whether this rank's samples count; those of its tensor-parallel peers are the same.
+        """
+        if not self._metrics:
+            return {}, []
+        reduce_states(list(self._metrics.values()), axis, counts=counts)
+        values: dict[str, float] = {}
+        failures: list[str] = []
+        for name, metric in self._metrics.items():
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # a class without samples counts as 0, and so on
+                    values |= numbers_of(name, metric.compute())
+            except Exception as error:  # on all ranks alike
+                failures.append(f"{name}: {type(error).__name__}: {error}")
+            metric.reset()
+        return values, failures
+
+
+def _built(section: Metric, outcome: Outcome) -> Any:
+    """Return the metric of a section, with the run's values for arguments that aren't given."""
+    name = metric_names().get(plain(section.kind))
+    if name is None:
+        raise _refused(section.kind, f"it needs the package torchmetrics: {pip_install('metrics')}")
+    part = metric_classes()[name]
+    if (outcome.kind == NUMBERS) != (part == "regression") and outcome.kind != OWN:
+        raise _refused(section.kind, f"{name} is a metric of {part}, and the targets are {outcome.kind}")
+    kind = getattr(importlib.import_module(f"torchmetrics.{part}"), name)
+    accepted = {*inspect.signature(kind.__init__).parameters, *inspect.signature(kind.__new__).parameters}
+    arguments = {"sync_on_compute": False, **_arguments(outcome, accepted), **section.arguments}
+    try:
+        return kind(**arguments)
+    except Exception as error:  # of many kinds
+        needs = "; give it in its arguments" if outcome.size is None else ""
+        raise _refused(section.kind, f"{name}: {error}{needs}") from error
+
+
+def _arguments(outcome: Outcome, accepted: Iterable[str]) -> dict[str, Any]:
+    if outcome.kind == OWN:
+        return {}
+    task = {CLASSES: "binary" if outcome.size == 2 else "multiclass", LABELS: "multilabel"}.get(outcome.kind)
+    sizes = {CLASSES: "num_classes", LABELS: "num_labels", NUMBERS: "num_outputs"}
+    known = {"task": task, sizes[outcome.kind]: outcome.size}
+    return {name: value for name, value in known.items() if name in accepted and value is not None}
+
+
+def _pairs(objective: EvaluatedObjective, outcome: Outcome, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return what the metrics get: probabilities [N, classes] and classes [N], or numbers, of the valid targets."""
+    if outcome.kind == OWN:
+        return outputs.detach(), batch.targets
+    outputs, targets = outputs.float(), batch.targets
+    if isinstance(objective, TargetLoss):
+        targets = objective.targets_of(batch)
+    if outcome.kind == CLASSES:
+        outputs, targets = outputs.flatten(0, -2), targets.flatten()
+        valid = targets != IGNORED
+        return torch.softmax(outputs[valid], dim=-1), targets[valid].long()
+    targets = targets.reshape(outputs.shape)
+    return (outputs, targets.float()) if outcome.kind == NUMBERS else (torch.sigmoid(outputs), targets.long())
+
+
+def _update(metric: Any, outcome: Outcome, predictions: Tensor, targets: Tensor) -> None:
+    if outcome.kind == CLASSES and type(metric).__name__.startswith("Binary"):
+        predictions = predictions[:, 1]
+    elif outcome.kind == NUMBERS and outcome.size == 1:
+        predictions, targets = predictions.flatten(), targets.flatten()
+    metric.update(predictions, targets)
+
+
+def numbers_of(name: str, value: object) -> dict[str, float]:
+    """Return the numbers of a metric's value: one, one for each class, or several by name."""
+    if isinstance(value, Mapping):
+        parts = [(key if str(key).startswith(name) else f"{name}_{key}", part) for key, part in value.items()]
+        return {inner: number for key, part in parts for inner, number in numbers_of(key, part).items()}
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return {name: float(value)}
+    if isinstance(value, Tensor) and value.dim() == 1:
+        return {f"{name}_{number}": float(part) for number, part in enumerate(value)}
+    raise ValueError("its value is a table or a curve, and an evaluation reports numbers")
+
+
+def direction_of(metric: Any) -> Direction | None:
+    """Return which values of a metric are best."""
+    better = metric.higher_is_better
+    return None if better is None else "highest" if better else "lowest"
+
+
+def reduce_states(metrics: Sequence[Any], axis: Axis, *, counts: bool) -> None:
+    """Give each metric the state of all ranks' samples. All ranks together."""
+    own = [_exchanged(metric) if counts and metric.update_called else None for metric in metrics]
+    of_ranks: list[Any] = axis.gather(own)
+    for number, metric in enumerate(metrics):
+        parts = [part for of_rank in of_ranks if (part := of_rank[number]) is not None]
+        for name, reduction in metric._reductions.items() if parts else ():
+            values = [part[name] for part in parts]
+            if isinstance(values[0], _Summed):
+                mine = getattr(metric, name) if own[number] is not None else values[0].zeros(metric.device)
+                state: Any = axis.sum(mine.clone()).cpu()
+            elif isinstance(values[0], list):
+                state = [item for of_rank in values for item in of_rank]
+            elif len(values) == 1:
+                state = values[0]
+            else:  # the class joins them in `compute`, if it has no function for it
+                state = torch.stack(values) if reduction is None else reduction(torch.stack(values))
+            setattr(metric, name, state)
+        metric._computed = None
+        metric._update_count = len(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Summed:
+    """Stands for a state that is summed in place: its shape may be another one than at the start."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def zeros(self, device: torch.device) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
+
+def _exchanged(metric: Any) -> dict[str, Any]:
+    states: dict[str, Any] = {}
+    for name, reduction in metric._reductions.items():
+        value = getattr(metric, name)
+        if isinstance(value, list):
+            states[name] = [item.cpu() if isinstance(item, Tensor) else item for item in value]
+        elif getattr(reduction, "__name__", "") == "dim_zero_sum":
+            states[name] = _Summed(tuple(value.shape), value.dtype)
+        else:
+            states[name] = value.cpu()
+    return states
+
+
+def _refused(kind: str, why: str) -> ConfigError:
+    return ConfigError(Problem("", "evaluation.metrics", f"{kind}: {why}"))
