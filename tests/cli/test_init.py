@@ -153,13 +153,39 @@ def test_init_takes_the_columns_of_the_data(
     assert (train["text"], train["label"]) == columns
 
 
-def test_init_refuses_a_chat_and_a_pattern(
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"messages": CHAT, "id": "7"}, {"messages": "messages"}),
+        ({"conversations": [{"from": "human", "value": "hi"}], "tools": [{"type": "function"}]},
+         {"messages": "conversations", "tools": "tools"}),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, {"messages": "prompt", "label": "completion"}),
+        ({"prompt": "hi", "completion": "hello"}, {"text": "prompt", "label": "completion"}),
+        ({"text": "hi", "label": 1}, {"text": "text", "packed": True}),
+    ],
+)  # fmt: skip
+def test_init_finetune_writes_the_keys_of_the_data(
+    row: dict[str, object], columns: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text(json.dumps(row) + "\n")
+    assert main(["init", "finetune", "--data", "a.jsonl"]) == 0
+    train = yaml.safe_load(Path("run.yaml").read_text())["data"]["train"]
+    keys = ("text", "label", "messages", "tools", "packed")
+    assert {key: train[key] for key in keys if key in train} == columns
+    assert main(["config", "check", "run.yaml"]) == 0
+
+
+def test_init_refuses_a_chat_for_a_classifier_and_a_pattern(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}], "id": "7"}')
-    for data, message in (("chat.jsonl", "apply_chat_template"), ("*.jsonl", "give the files' folder")):
-        assert main(["init", "finetune", "--folder", "x", "--data", data]) == 2
+    for data, message in (("chat.jsonl", "messages"), ("*.jsonl", "give the files' folder")):
+        assert main(["init", "classifier", "--folder", "x", "--data", data]) == 2
         assert message in capsys.readouterr().err
         assert not Path("x").exists()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from kit.commands import Done, run_lockstep
+from kit.commands import Done, run_lockstep, run_script
 from kit.failures import gives
 from kit.worlds import in_process
 
@@ -22,8 +22,10 @@ from lockstep.config.recipes import resolve_all, resolve_recipe
 from lockstep.config.schema import Config
 
 TINY = {"bert-imdb": "tiny/bert", "llama2-wikitext": "tiny/llama2", "llama2-wikitext-zero3": "tiny/llama2"}
+TINY["chat"] = "tiny/chat"
 CLASSES = {"bert-imdb": "BertForSequenceClassification", "llama2-wikitext": "LlamaForCausalLM"}
-CLASSES["llama2-wikitext-zero3"] = CLASSES["llama2-wikitext"]
+CLASSES["llama2-wikitext-zero3"] = CLASSES["chat"] = CLASSES["llama2-wikitext"]
+ROOT = Path(__file__).parents[2]
 KEPT = ("objective", "batch", "optim", "schedule", "precision", "parallel", "memory", "evaluation", "checkpoint")
 CPU = ["--launch.device", "cpu", "--monitor.progress", "plain", "--monitor.tensorboard", "false"]
 
@@ -34,6 +36,8 @@ RECIPES = [name if "zero" not in name else pytest.param(name, marks=with_deepspe
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_tiny_model_trains_with_the_settings_of_the_recipe(recipe: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
+    if recipe == "chat":
+        assert run_script(ROOT / "examples" / "chat_data.py", cwd=tmp_path).returncode == 0
     words = ["train", recipe, TINY[recipe], "--ranks", "2", "--run.steps", "1", "--json", "--run.folder", "run", *CPU]
     summary = output_of(run_lockstep(*words, cwd=tmp_path))
     mine = load([resolve_recipe(recipe).path], environ={}).config

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from lockstep.config import schema, shape
-from lockstep.config.data_sections import BadSamples
+from lockstep.config.data_sections import CHAT_KEYS, BadSamples
 from lockstep.config.loading import load
 from lockstep.config.shape import Range, ValueShape
 from lockstep.config.training_sections import BadNumbers, Watchdog
@@ -92,6 +92,7 @@ _COUPLED = {
     (schema.Run, "samples"), (schema.Run, "tokens"), (schema.Run, "epochs"), (schema.Run, "steps"),
     (schema.Recovery, "notice"), (Watchdog, "enabled"), (BadSamples, "policy"),
     (Watchdog, "end_after"), (Watchdog, "end_start_after"),
+    *((schema.HuggingFaceData, key) for key in (*CHAT_KEYS, "text", "text_pair", "train_on_prompt", "packed")),
     (BadSamples, "limit"), (BadSamples, "timeout"), (BadNumbers, "rollback_steps"),
     (schema.Evaluation, "metrics"),
 }  # fmt: skip

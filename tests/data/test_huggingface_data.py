@@ -289,7 +289,7 @@ def test_options_that_would_be_ignored_are_refused(opened, task, options, messag
 
 def test_chat_messages_are_refused_as_text(opened, folder):
     (folder / "chat.jsonl").write_text(json.dumps({"text": [{"role": "user", "content": "cat"}]}) + "\n")
-    with fails(ConfigError, "column text", "messages", "apply_chat_template"):
+    with fails(ConfigError, "column text", "messages: text"):
         opened("gpt", "causal-lm", name=str(folder / "chat.jsonl"))
 
 

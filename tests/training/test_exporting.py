@@ -49,7 +49,9 @@ LINES = {"kind": "stdlib-text", "length": 16, "samples": 40}
 
 def _save(model: Any, folder: Path, tokenizer: str | None = None) -> None:
     if is_transformers_model(model):
-        save_for_transformers(model, model_tensors(model), tensors_of(model), folder / "model", tokenizer)
+        save_for_transformers(
+            model, model_tensors(model), tensors_of(model), folder / "model", tokenizer and (tokenizer, None)
+        )
     else:
         save_tensors(tensors_of(model), folder / "model" / "model.safetensors")
 

@@ -1,11 +1,24 @@
-"""The verb `data`: lockstep data fetch | prepare."""
+"""The verb `data`: lockstep data fetch | prepare | show."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 
-from lockstep.cli.arguments import CONFIG_EPILOG, Command, Parser, add_config, path, read_config, run_command, whole
-from lockstep.core.terminal import echo
+from lockstep.cli.arguments import (
+    CONFIG_EPILOG,
+    Command,
+    Parser,
+    add_config,
+    add_trust,
+    approved_config,
+    path,
+    read_config,
+    run_command,
+    whole,
+)
+from lockstep.core.terminal import echo, plain
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -50,7 +63,28 @@ def _prepare(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _show(arguments: Sequence[str]) -> int:
+    summary = "Shows what the model sees: the first step's samples, their targets marked, and how much is padding."
+    parser = Parser("data show", summary, CONFIG_EPILOG, "[RECIPE ...] [--samples N] [overrides]")
+    add_config(parser)
+    parser.add_argument("--samples", type=whole, default=3, metavar="N", help="to show; default %(default)s")
+    add_trust(parser)
+    args, overrides = parser.parse(arguments)
+    loaded, _ = approved_config(args.config, overrides, trusted=args.trust_run)
+
+    from lockstep.training.data_view import shown_data
+    from lockstep.training.user_objects import UserObjects, refuse_given
+
+    refuse_given(loaded)
+    begin, end = ("\x1b[1;32m", "\x1b[0m") if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else ("[[", "]]")
+    for line in shown_data(loaded.config, UserObjects(trust_remote_code=args.trust_remote_code), args.samples):
+        parts = (f"{begin}{plain(text)}{end}" if marked else plain(text) for text, marked in line)
+        print("".join(parts), flush=True)
+    return 0
+
+
 COMMANDS = {
     "fetch": Command("download what a recipe needs, on a machine with a network", _fetch),
     "prepare": Command("turn text into a folder of token ids", _prepare),
+    "show": Command("show what the model sees, with the targets marked", _show),
 }

@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
     data = _ask("Data, a file, a folder or a name", start.data) if asks and not args.data else args.data
     columns = _columns(data, start)
     model, data = _relative_to(args.folder, model), _relative_to(args.folder, data)
-    config = {CONFIG: start.filled_config(model, data, **columns)} if start.template else {}
+    config = {CONFIG: start.filled_config(model, data, columns)} if start.template else {}
     _write(args.folder, {**config, **start.files})
     enter = [] if args.folder == Path() else [command_line("cd", args.folder)]
     then = [f"lockstep config check {CONFIG}", f"lockstep train {CONFIG}"] if start.template else []
@@ -47,7 +47,7 @@ def _columns(data: str | None, start: InitTemplate) -> dict[str, str]:
     """Return the columns of the data for text and label, as far as only one can be meant; the check names others.
 
     Raises:
-        ConfigError: The data is a pattern of files, or a chat.
+        ConfigError: The data is a pattern of files, or a chat for a classifier.
     """
     from lockstep.data.columns import check_first_texts, first_row, is_chat
 
@@ -56,10 +56,18 @@ def _columns(data: str | None, start: InitTemplate) -> dict[str, str]:
     row = first_row(data) if data and start.model is not None else {}
     texts = [name for name, value in row.items() if isinstance(value, str)]
     numbers = [name for name, value in row.items() if type(value) is int]
-    chats = [name for name, value in row.items() if is_chat(value)]
-    if chats and "text" not in row:
+    chats = [name for name, value in row.items() if is_chat(value) and name != "tools"]
+    is_finetune, prompt = start is STARTS["finetune"], row.keys() >= {"prompt", "completion"}
+    if chats and "text" not in row and not is_finetune:
         check_first_texts(row, chats)
-    columns = {"text": ("text", texts), "label": ("label", numbers)}
+    if is_finetune and prompt and not chats:
+        return {"text": "prompt", "label": "completion"}
+    if is_finetune and chats and "text" not in row:
+        more = {"tools": "tools"} if "tools" in row else {}
+        answers = {"label": "completion"} if prompt else {}
+        named = (name for name in ("prompt" if prompt else "", "messages", "conversations", *chats) if name in chats)
+        return {"messages": next(named), **answers, **more}
+    columns = {"text": ("text", texts), "label": ("label", [] if is_finetune else numbers)}
     return {key: names[0] for key, (usual, names) in columns.items() if usual not in row and len(names) == 1}
 
 

@@ -60,6 +60,9 @@ class Tokens(Section):
     are longer."""
 
 
+CHAT_KEYS = ("messages", "tools", "system", "system_column", "chat_template", "train_on", "too_long")
+
+
 class HuggingFaceData(Section):
     """A map-style dataset of the datasets library, from a folder or the local cache."""
 
@@ -76,7 +79,7 @@ class HuggingFaceData(Section):
     """Column with a second text, encoded after the first."""
     label: str | None = None
     """Column with the class (a float for regression, a list of 0 and 1 for multi-label), the target text (seq2seq), or
-    the completion of the prompt in `text` (language models)."""
+    the completion of the prompt in `text` or `messages` (language models)."""
     train_on_prompt: bool = False
     """Language models with `label`: train on the prompt's tokens, too."""
     tokenizer: PathText | None = None
@@ -87,6 +90,32 @@ class HuggingFaceData(Section):
     """Language models: join documents and cut full samples, instead of padding."""
     mask_probability: Fraction = 0.15
     """Masked language models: fraction of tokens to predict."""
+    messages: str | None = None
+    """Language models: column with conversations, as lists of messages (`role` and `content`, or `from` and `value`);
+    with `label`, prompts."""
+    tools: str | None = None
+    """Chats: column with the tools of a conversation, a list or its JSON."""
+    system: str | None = None
+    """Chats: system text of conversations that have none."""
+    system_column: str | None = None
+    """Chats: column with the system text."""
+    chat_template: PathText | None = None
+    """Chats: file with a chat template (Jinja); null: the tokenizer's."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Chats: train on the assistant's messages, on the last of them, or on all tokens."""
+    too_long: Literal["cut", "leave-out"] = "cut"
+    """Chats longer than `max_length`: leave out their first turns, or the whole conversation."""
+
+    def _contradictions(self) -> Iterator[str]:
+        texts = ("text", "text_pair", "train_on_prompt", "packed")
+        fields, others = type(self).model_fields, CHAT_KEYS if self.messages is None else texts
+        if without := [name for name in others if getattr(self, name) != fields[name].default]:
+            remedy = "name the column with conversations as `messages`" if self.messages is None else "remove it"
+            kind = "chats" if self.messages is None else "texts"
+            hint = "; to train on prompts, write train_on: all" if "train_on_prompt" in without else ""
+            yield f"{without[0]} is for {kind}; {remedy}{hint}"
+        if self.system is not None and self.system_column is not None:
+            yield "system and system_column exclude each other; remove one of them"
 
 
 class CustomData(Section):

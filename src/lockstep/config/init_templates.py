@@ -11,6 +11,25 @@ from pathlib import Path
 CONFIG = "run.yaml"
 _TEMPLATES = Path(__file__).with_name("templates")
 _PACKAGE = Path(__file__).parents[1]
+_COLUMNS = {
+    "texts": """\
+    text: {text}            # the column with the text
+    packed: true            # texts are joined and cut into full samples; false: one text a sample, padded
+    max_length: 128         # tokens per sample
+""",
+    "prompts": """\
+    text: {text}            # the column with the prompt
+    label: {label}          # the column with its completion, which is trained on
+    max_length: 512         # tokens per sample; a longer prompt loses its beginning
+""",
+    "messages": """\
+    messages: {messages}    # the column with conversations; lockstep data show run.yaml shows what is trained on
+    label: {label}          # the column with the messages that complete them
+    tools: {tools}          # the column with the tools
+    train_on: assistant     # the assistant's messages; last: the last of them; all: every token
+    max_length: 1024        # tokens per sample; a longer conversation loses its first turns
+""",
+}
 _YAML_CONSTANTS = ("null", "true", "false", "yes", "no", "on", "off")
 
 
@@ -38,10 +57,16 @@ class InitTemplate:
         """The texts of further files by name."""
         return {name: _file(name).read_text(encoding="utf-8") for name in self.further}
 
-    def filled_config(self, model: str | None, data: str | None, text: str = "text", label: str = "label") -> str:
-        """Return the config with the user's names and columns, or the template's own."""
+    def filled_config(self, model: str | None, data: str | None, columns: Mapping[str, str]) -> str:
+        """Return the config with the user's names and columns (`text`, `label`, `messages`), or the template's own."""
         filled = (_TEMPLATES / self.template).read_text(encoding="utf-8")
-        names = {"model": model or self.model, "data": data or self.data, "text": text, "label": label}
+        kind = "messages" if "messages" in columns else "prompts" if columns.keys() == {"text", "label"} else "texts"
+        lines = _COLUMNS[kind].splitlines(keepends=True)
+        given = [line for line in lines if "tools" in columns or not line.startswith("    tools:")]
+        given = [line for line in given if "label" in columns or not line.startswith("    label:")]
+        filled = filled.replace("{columns}", "".join(given))
+        names: dict[str, str | None] = {"text": "text", "label": "label", **columns}
+        names |= {"model": model or self.model, "data": data or self.data}
         for place, name in names.items():
             filled = filled.replace(f"{{{place}}}", _yaml_quoted(name or ""))
         return filled

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.schema import Config
+from lockstep.config.schema import Config, HuggingFaceData
 from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 
@@ -63,6 +63,13 @@ def _of_parquet(path: Path) -> Mapping[str, Any]:
     return dict.fromkeys(file.schema_arrow.names) if rows is None else dict(*rows.to_pylist())
 
 
+def columns_of(section: HuggingFaceData) -> list[str]:
+    """Return the columns that a section reads."""
+    texts = (section.text, section.text_pair) if section.messages is None else (section.messages,)
+    named = (*texts, section.label, section.tools, section.system_column)
+    return [column for column in named if column is not None]
+
+
 def check_columns(known: Sequence[str], columns: Sequence[str]) -> None:
     """Raise ConfigError for the first of the columns that isn't known."""
     for column in columns:
@@ -79,7 +86,7 @@ def check_first_texts(row: Mapping[str, Any], columns: Sequence[str]) -> None:
         if value is None or isinstance(value, str):  # a row without a text is reported when it is read
             continue
         if is_chat(value):
-            content = "messages; write them as text first, with the tokenizer's apply_chat_template"
+            content = f"messages; to train on conversations, write messages: {column} instead"
         else:
             content = f"{value!r:.60}, a {type(value).__name__}; text is needed"
         raise ConfigError(f"column {column} has {content}")
@@ -97,10 +104,14 @@ def check_local_columns(config: Config) -> None:
     for key, section in sets.items():
         if section.kind != "huggingface" or not (row := first_row(section.name)):
             continue
-        texts = [column for column in (section.text, section.text_pair) if column is not None]
         try:
-            check_columns([*row], [*texts, *filter(None, [section.label])])
-            check_first_texts(row, texts)
+            check_columns([*row], columns_of(section))
+            if section.messages is None:
+                check_first_texts(row, [column for column in (section.text, section.text_pair) if column is not None])
+            elif section.label is None and isinstance(row[section.messages], str):
+                why = "has text, and conversations are lists of messages"
+                remedy = "write it as text, or name the column with answers as label"
+                raise ConfigError(f"column {section.messages} {why}; {remedy}")
         except ConfigError as error:
             problems.append(Problem("", key, str(error)))
     if problems:

@@ -89,8 +89,11 @@ def _from_disk(path: Path, split: str) -> Any:
     return rows.select(range(part.from_ or 0, len(rows) if part.to is None else part.to))
 
 
-def load_tokenizer(name: str) -> Any:
-    """Return a tokenizer from a folder or the cache, which can pad. Raises ConfigError."""
+def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
+    """Return a tokenizer from a folder or the cache, which can pad, with the chat template of a file, if one is named.
+
+    Raises ConfigError.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and forked workers exclude each other
     if not Path(name).expanduser().is_dir():
         needs_hub()
@@ -103,6 +106,11 @@ def load_tokenizer(name: str) -> Any:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token or tokenizer.unk_token
     if tokenizer.pad_token_id is None:
         raise ConfigError(f"tokenizer {name} has no token to pad with (pad, eos, sep or unk)")
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"chat_template {chat_template} can't be read: {error}") from error
     return tokenizer
 
 

@@ -4,7 +4,8 @@
 
                                inputs                           targets
     causal-lm                  input_ids, attention_mask        the ids themselves (the objective shifts them); with a
-                                                                label column, the completion's
+                                                                label column, the completion's; of `messages`, the
+                                                                assistant's (`chats`)
     masked-lm                  the same, some ids hidden        the hidden ids
     sequence-classification    the same                         classes [samples]; numbers; [samples, classes]
     seq2seq                    the same                         the ids of the target text
@@ -17,6 +18,7 @@ $LOCKSTEP_CACHE/packed/KEY/ (`tokens`); KEY.lock is held meanwhile, and ranks wa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.config.data_sections import CHAT_KEYS
 from lockstep.config.schema import Config, HuggingFaceData, Tokens
 from lockstep.core.cache_files import cache_folder
 from lockstep.core.errors import ConfigError, UnusableSamples
@@ -33,7 +36,8 @@ from lockstep.core.protocols import Source
 from lockstep.core.records import LANGUAGE_MODEL, Batch, DataFacts
 from lockstep.data import noise, windows
 from lockstep.data.bad_samples import read_or_explain
-from lockstep.data.columns import check_columns, check_first_texts
+from lockstep.data.chats import IGNORED, following, open_chats, padded_batch
+from lockstep.data.columns import check_columns, check_first_texts, columns_of
 from lockstep.data.hub import (
     begin_tokens,
     check_texts,
@@ -48,11 +52,12 @@ from lockstep.data.order import Indices
 from lockstep.data.prepare import plain_tokenizer, texts_of, write_splits
 from lockstep.data.tokens import cached_folder, open_tokens
 
+_LOG = logging.getLogger("lockstep.data")
 FORMAT = 3
-_IGNORED = -100
 _COMPLETED = ("causal-lm", LANGUAGE_MODEL)
 _NEEDS_LABEL = {"sequence-classification": "the class", "seq2seq": "the target text"}
 _FINGERPRINT_ROWS = 256
+_NOT_CONTENT = ("name", "tokenizer", "split", "configuration", "train_on_prompt")
 
 
 def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: str | None) -> Source:
@@ -62,14 +67,18 @@ def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: s
         raise ConfigError("data of kind huggingface needs a `tokenizer`: a folder or hub name; the model has none")
     _check_options(section, task)
     rows = load_rows(section.name, section.configuration, section.split)
-    columns = [column for column in (section.text, section.text_pair, section.label) if column is not None]
+    columns = columns_of(section)
     check_columns(rows.column_names, columns)
     if len(rows) == 0:
         raise ConfigError(f"dataset {section.name}, split {section.split}, is empty")
+    loaded = load_tokenizer(name, section.chat_template)
+    if section.messages is not None:
+        return open_chats(rows.select_columns(columns), loaded, section, aligned=task not in (None, LANGUAGE_MODEL))
     label_is_text = task in _COMPLETED or task == "seq2seq"
     check_first_texts(rows[0], [column for column in columns if column != section.label or label_is_text])
-    texts = Texts(rows.select_columns(columns), load_tokenizer(name), section, label_is_text=label_is_text)
+    texts = Texts(rows.select_columns(columns), loaded, section, label_is_text=label_is_text)
     own = task in (None, LANGUAGE_MODEL)
+    _warn_of_second_begin(loaded, rows[0][section.text], section.name)
     if section.packed:
         return _packed(texts, aligned=not own)
     match task, section.label:
@@ -96,12 +105,23 @@ def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: s
     raise AssertionError(task)
 
 
+def _warn_of_second_begin(tokenizer: Any, text: object, name: str) -> None:
+    begin = tokenizer.bos_token
+    if isinstance(text, str) and begin and text.startswith(begin) and begin_tokens(tokenizer):
+        remedy = "remove it from the texts, or train on the conversations themselves (messages)"
+        _LOG.warning("%s: texts begin with %s, and the tokenizer adds another one; %s", name, begin, remedy)
+
+
 def _check_options(section: HuggingFaceData, task: str | None) -> None:
     model = task or "a custom model"
     completes = task in _COMPLETED and section.label is not None
     other = "packed" if section.packed else "label, the column with completions,"
     default = type(section).model_fields["mask_probability"].default  # a run's recorded config has it, too
+    chat = section.messages is not None
     refused = {
+        f"messages are for language models (causal-lm), but this is {model}; write them as text": (
+            chat and task not in (None, *_COMPLETED)
+        ),
         f"{task} needs `label`, the name of the column with {_NEEDS_LABEL.get(task or '')}": (
             task in _NEEDS_LABEL and section.label is None
         ),
@@ -169,7 +189,7 @@ class Texts:
 
     def fingerprint(self, kind: str) -> str:
         """Return a hash of rows spread over the dataset, the vocabulary and the options."""
-        options = self.section.model_dump(exclude={"name", "tokenizer", "split", "configuration", "train_on_prompt"})
+        options = self.section.model_dump(exclude={*_NOT_CONTENT, *CHAT_KEYS})
         vocabulary = sorted(self.tokenizer.get_vocab().items())
         return windows.fingerprint(kind, len(self.rows), self._sampled(), options, vocabulary)
 
@@ -208,7 +228,7 @@ def _next_token(texts: Texts, own: bool, indices: Indices) -> Batch:
     inputs = texts.encoded(texts.at(indices))
     targets, tokens = _valid(inputs), int(inputs["attention_mask"].sum())
     if own:
-        return Batch({"tokens": inputs["input_ids"]}, _following(targets), len(indices), tokens)
+        return Batch({"tokens": inputs["input_ids"]}, following(targets), len(indices), tokens)
     return Batch(inputs, targets, len(indices), tokens)
 
 
@@ -224,7 +244,7 @@ def _masked(texts: Texts, indices: Indices) -> Batch:
     # three draws a token, token after token, so that they don't depend on the batch's longest
     draws = torch.from_numpy(noise.uniform(indices, 3 * width)).view(len(indices), width, 3)
     chosen = (draws[..., 0] < texts.section.mask_probability) & (special == 0)
-    targets = torch.where(chosen, ids, _IGNORED)
+    targets = torch.where(chosen, ids, IGNORED)
     random_ids = (draws[..., 2] * len(texts.tokenizer)).long()
     replaced = torch.where(draws[..., 1] < 0.8, texts.tokenizer.mask_token_id, random_ids)
     inputs["input_ids"] = torch.where(chosen & (draws[..., 1] < 0.9), replaced, ids)
@@ -261,18 +281,11 @@ def _completed(texts: Texts, label: str, own: bool, begin: list[int], end: list[
         completion = [*completion, *end][: max(longest - len(begin) - (not begin), 1)]
         left = max(longest - len(completion) - len(begin), 0)
         pairs.append(([*begin, *prompt[max(len(prompt) - left, 0) :]], completion))
-    width = max(len(prompt) + len(completion) for prompt, completion in pairs)
-    ids = torch.full((len(pairs), width), texts.tokenizer.pad_token_id or 0)
-    mask, targets = torch.zeros_like(ids), torch.full_like(ids, _IGNORED)
-    for row, (prompt, completion) in enumerate(pairs):
-        joined = torch.tensor([*prompt, *completion])
-        first = 0 if texts.section.train_on_prompt else len(prompt)
-        ids[row, : len(joined)] = joined
-        mask[row, : len(joined)] = 1
-        targets[row, first : len(joined)] = joined[first:]
-    if own:
-        return Batch({"tokens": ids}, _following(targets), len(indices), int(mask.sum()))
-    return Batch({"input_ids": ids, "attention_mask": mask}, targets, len(indices), int(mask.sum()))
+    rows = [
+        ([*prompt, *completion], [texts.section.train_on_prompt] * len(prompt) + [True] * len(completion))
+        for prompt, completion in pairs
+    ]
+    return padded_batch(rows, texts.tokenizer.pad_token_id or 0, aligned=not own)
 
 
 def _packed(texts: Texts, *, aligned: bool) -> Source:
@@ -287,13 +300,7 @@ def _packed(texts: Texts, *, aligned: bool) -> Source:
 
 
 def _valid(encoding: dict[str, Tensor]) -> Tensor:
-    return encoding["input_ids"].masked_fill(encoding["attention_mask"] == 0, _IGNORED)
-
-
-def _following(targets: Tensor) -> Tensor:
-    following = torch.full_like(targets, _IGNORED)
-    following[:, :-1] = targets[:, 1:]
-    return following
+    return encoding["input_ids"].masked_fill(encoding["attention_mask"] == 0, IGNORED)
 
 
 def _num_outputs(rows: Any, label: str) -> int:
@@ -328,7 +335,11 @@ def fetch_tokens(config: Config) -> Iterator[str]:
     """Tokenize the packed datasets of a run into the cache; yield a line for each."""
     pretrained, sections = huggingface_sections(config)
     for section in sections:
-        if section.packed and (section.tokenizer or pretrained):
+        if section.messages is not None and (section.tokenizer or pretrained):
+            samples = open_huggingface(section, task=None, tokenizer=pretrained).facts.samples
+            where = f"in {cache_folder('chats')}"
+            yield f"conversations of {section.name}, split {section.split}: {samples:,} samples, {where}"
+        elif section.packed and (section.tokenizer or pretrained):
             facts = open_huggingface(section, task=None, tokenizer=pretrained).facts
             sizes = f"{facts.samples:,} samples of {section.max_length:,} tokens, in {cache_folder('packed')}"
             yield f"tokens of {section.name}, split {section.split}: {sizes}"

@@ -76,8 +76,23 @@ def build_huggingface(section: HuggingFaceModel, facts: DataFacts, seed: int, *,
             _LOG.warning("the data has %d token ids, the weights %d: embedding resized", facts.vocabulary, rows)
             with generators_keyed(seed, "new tokens"):
                 model.resize_token_embeddings(facts.vocabulary, mean_resizing=False)
+            _fill_with_mean(model, rows)
     module: nn.Module = model.train()
     return module
+
+
+def _fill_with_mean(model: Any, rows: int) -> None:
+    """Give new tokens the mean of the others: random ones would be likelier than most of them.
+
+    Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021.
+    """
+    head = model.get_output_embeddings()
+    tensors = [model.get_input_embeddings().weight]
+    tensors += [] if head is None else [head.weight, *([head.bias] if getattr(head, "bias", None) is not None else [])]
+    with torch.no_grad():
+        for tensor in tensors:
+            if len(tensor) > rows:
+                tensor[rows:] = tensor[:rows].mean(0)
 
 
 def build_meta_huggingface(

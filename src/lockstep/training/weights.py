@@ -96,7 +96,7 @@ def save_for_transformers(
     expected: ModelTensors,
     tensors: Mapping[str, Tensor],
     target: Path,
-    tokenizer: str | None,
+    tokenizer: tuple[str, str | None] | None,
     also: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a folder for `from_pretrained`. Raises RunFailed if transformers hasn't written all of the model.
@@ -104,7 +104,7 @@ def save_for_transformers(
     Args:
         expected: The tensors of the whole model.
         tensors: Parameters and saved buffers by name, whole, tied ones once.
-        tokenizer: Folder or hub name of the model's tokenizer.
+        tokenizer: Folder or hub name of the model's tokenizer, and the file of its chat template, if it isn't its own.
         also: Writes further files.
     """
     from lockstep.models.transformers_models import own_classes, quiet
@@ -118,7 +118,7 @@ def save_for_transformers(
 
 
 def complete_for_transformers(
-    model: Any, expected: ModelTensors, folder: Path, target: Path, tokenizer: str | None
+    model: Any, expected: ModelTensors, folder: Path, target: Path, tokenizer: tuple[str, str | None] | None
 ) -> None:
     """Check that transformers has written all of a model to a folder; add its tokenizer. Raises RunFailed."""
     from lockstep.data.hub import load_tokenizer
@@ -135,7 +135,7 @@ def complete_for_transformers(
         file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if tokenizer is not None:
         with suppress(ConfigError):  # it isn't on this machine
-            load_tokenizer(tokenizer).save_pretrained(folder)
+            load_tokenizer(*tokenizer).save_pretrained(folder)
 
 
 def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
@@ -146,10 +146,14 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
 
 
-def tokenizer_of(model: Model, data: DataSource) -> str | None:
-    """Return the folder or hub name of the transformers tokenizer of a run's data; None if it has none."""
+def tokenizer_of(model: Model, data: DataSource) -> tuple[str, str | None] | None:
+    """Return the folder or hub name of the transformers tokenizer of a run's data, and its chat template's file.
+
+    None if it has no such tokenizer.
+    """
     if data.kind == "huggingface":
-        return data.tokenizer or (model.pretrained if model.kind == "huggingface" else None)
+        name = data.tokenizer or (model.pretrained if model.kind == "huggingface" else None)
+        return None if name is None else (name, data.chat_template)
     if data.kind != "tokens":
         return None
     from lockstep.data.tokens import tokenizer_name
@@ -158,7 +162,7 @@ def tokenizer_of(model: Model, data: DataSource) -> str | None:
         name = tokenizer_name(data.folder, data.split)
     except ConfigError:
         return None
-    return None if name == "bytes" else name
+    return None if name == "bytes" else (name, None)
 
 
 def to_rebuild(loaded: LoadedConfig, *, trusted: bool) -> Config:

@@ -1,0 +1,161 @@
+"""Shows the samples of the first step, as a run fetches them, for `lockstep data show`.
+
+sample 17: 57 tokens, 21 targets, 12 of padding
+<|im_start|>user Hi<|im_end|><|im_start|>assistant [[Hello!<|im_end|>]]           targets are marked
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lockstep.core.errors import ConfigError
+from lockstep.core.progress import Progress
+from lockstep.data.chats import ChatSource
+from lockstep.data.loader import TrainingLoader
+from lockstep.data.sources import PreparedSource
+from lockstep.plan.batch import plan_batch
+from lockstep.training.sources import open_sources
+from lockstep.training.weights import tokenizer_of
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+    from lockstep.core.protocols import Source
+    from lockstep.core.records import Batch
+    from lockstep.training.user_objects import UserObjects
+
+_SHIFTED = "tokens"
+_IDS = ("input_ids", _SHIFTED)
+_IGNORED = -100
+Decode = Callable[[list[int]], str]
+Part = tuple[str, bool]
+"""A piece of text, and whether its tokens are targets."""
+
+
+def shown_data(config: Config, given: UserObjects, samples: int) -> Iterator[list[Part]]:
+    """Yield lines, as parts, of the first `samples` and of the first step. Raises ConfigError."""
+    source = open_sources(config.with_values(data={"evaluation": {}}), given)[0]
+    decode, opened = _decoder(config), source
+    shifts = config.model.kind == "huggingface" and config.model.task == "causal-lm"
+    while isinstance(opened, PreparedSource):
+        opened = opened.source
+    size = min(config.batch.global_size, source.facts.samples)
+    plan = plan_batch(size, config.batch.micro_size, 1)
+    loader = TrainingLoader(source, plan, 0, config.run.seed, config.data, torch.device("cpu"), lambda batch: 0.0)
+    progress = Progress()
+    batches = loader.micro_batches(progress)
+    numbers, tokens, places, targets = loader.own_samples(progress), 0, 0, 0
+    for indices in numbers:
+        batch = next(batches)
+        if shifts and isinstance(batch.targets, Tensor):  # the first id of a text isn't predicted
+            batch = replace(batch, targets=batch.targets.index_fill(1, torch.tensor([0]), _IGNORED))
+        tokens, places = tokens + batch.tokens, places + _places(batch)
+        targets += _num_targets(batch.targets)
+        for row, index in enumerate(indices[: max(samples, 0)]):
+            yield from _sample(batch, row, _name(index, opened), decode)
+        samples -= len(indices)
+    loader.close()
+    yield _line(f"{config.data.train.kind}: {source.facts.samples:,} samples")
+    if isinstance(opened, ChatSource) and (changes := opened.changes):
+        yield _line(changes)
+    yield _line(f"first step: {size:,} samples, {_sizes(tokens, places, targets, plan.micro_size)}")
+
+
+def _name(index: int, source: Source) -> str:
+    row = f" (row {source.rows[index] + 1:,})" if isinstance(source, ChatSource) else ""
+    return f"sample {index:,}{row}"
+
+
+def _sizes(tokens: int, places: int, targets: int, micro_size: int) -> str:
+    if not places:
+        return f"{targets:,} targets"
+    padding = f"{1 - tokens / places:.1%} padding in micro-batches of {micro_size}"
+    return f"{tokens:,} tokens, {targets:,} targets, {padding}"
+
+
+def _decoder(config: Config) -> Decode | None:
+    """Return what turns ids into text; None if it isn't known."""
+    data = config.data.train
+    place = tokenizer_of(config.model, data)
+    if place is None and config.model.kind == "huggingface" and config.model.pretrained and data.kind == "custom":
+        place = config.model.pretrained, None
+    if place is None:
+        is_bytes = data.kind in ("stdlib-text", "stdlib-functions", "tokens")
+        return (lambda ids: bytes(each for each in ids if each < 256).decode(errors="replace")) if is_bytes else None
+    from lockstep.data.hub import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(*place)
+    except ConfigError:
+        return None
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _sample(batch: Batch, row: int, name: str, decode: Decode | None) -> Iterator[list[Part]]:
+    inputs = _named(batch.inputs)
+    ids = next((key for key in _IDS if _is_ids(inputs.get(key))), None)
+    if ids is None or decode is None:
+        yield _line(f"{name}: " + ", ".join(f"{key} {_described(value[row])}" for key, value in inputs.items()))
+        yield from _target(batch.targets, row)
+        return
+    values = inputs[ids][row]
+    mask = inputs.get("attention_mask", inputs.get("mask"))
+    size = len(values) if mask is None else int(mask[row].sum())
+    targets = batch.targets[row] if isinstance(batch.targets, Tensor) else None
+    if targets is None or targets.shape != values.shape:
+        yield _line(f"{name}: {size:,} tokens")
+        yield _line(decode(values[:size].tolist()))
+        yield from _target(batch.targets, row)
+        return
+    marks = targets != _IGNORED
+    if ids == _SHIFTED:  # the target of a place is the next id
+        marks = torch.cat([torch.zeros(1, dtype=torch.bool), marks[:-1]])
+        size = int(marks.nonzero().max()) + 1 if mask is None and marks.any() else size
+    yield _line(f"{name}: {size:,} tokens, {_num_targets(targets):,} targets, {len(values) - size:,} of padding")
+    parts = groupby(zip(values[:size].tolist(), marks[:size].tolist(), strict=True), key=lambda pair: bool(pair[1]))
+    yield [(decode([token for token, _ in group]), marked) for marked, group in parts]
+    if ids != _SHIFTED and not torch.equal(values[marks], targets[marks]):  # some are masked
+        yield _line(f"targets: {decode(targets[marks].tolist())}")
+
+
+def _target(targets: Any, row: int) -> Iterator[list[Part]]:
+    for name, value in _named(targets).items() if targets is not None else ():
+        yield [(f"  {name or 'target'}: ", False), (_described(value[row]), True)]
+
+
+def _described(value: Any) -> str:
+    """Return the shape, dtype and range of a tensor; a single number, or a few, as they are."""
+    if not isinstance(value, Tensor):
+        return repr(value)[:80]
+    if value.numel() <= 8:
+        return str(value.tolist())
+    shape, dtype = " x ".join(map(str, value.shape)), str(value.dtype).removeprefix("torch.")
+    return f"[{shape}] {dtype} from {value.min().item():.4g} to {value.max().item():.4g}"
+
+
+def _named(values: Any) -> Mapping[str, Any]:
+    if isinstance(values, Mapping):
+        return values
+    return {str(n): value for n, value in enumerate(values)} if isinstance(values, tuple) else {"": values}
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim() == 2
+
+
+def _places(batch: Batch) -> int:
+    inputs = _named(batch.inputs)
+    return next((inputs[key].numel() for key in _IDS if _is_ids(inputs.get(key))), 0)
+
+
+def _num_targets(targets: Any) -> int:
+    return sum(int((each != _IGNORED).sum()) for each in _named(targets).values() if isinstance(each, Tensor))
+
+
+def _line(text: str) -> list[Part]:
+    return [(text, False)]

@@ -1,0 +1,70 @@
+"""The commands of the page on fine-tuning work, one after the other, in an empty folder."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from docs.test_docs import ROOT, blocks
+from kit.commands import run_lockstep, run_script
+from kit.failures import gives
+
+from lockstep.config.loading import load
+from lockstep.config.schema import HuggingFaceData
+
+PAGE = ROOT / "docs" / "finetune.md"
+CPU = ("--launch.device", "cpu", "--monitor.tensorboard", "false")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("datasets")
+    folder = tmp_path_factory.mktemp("finetune")
+    assert run_script(ROOT / "examples" / "chat_data.py", cwd=folder).returncode == 0
+    (folder / "chats.jsonl").write_text((folder / "chat" / "chats.jsonl").read_text())
+    return folder
+
+
+def test_the_commands_of_the_page(folder: Path) -> None:
+    lines = [shlex.split(line) for block in blocks(PAGE, "") for line in block.splitlines()]
+    printed = {}
+    for program, *words in lines:
+        if program != "lockstep" or (words[:2] == ["data", "show"] and "run.yaml" in words):
+            continue
+        more = ("--run.folder", f"run-{lines.index([program, *words])}", *CPU) if words[0] == "train" else ()
+        done = run_lockstep(*words, *more, cwd=folder)
+        assert done.returncode == 0, (words, done.stderr)
+        printed[" ".join(words[:2])] = done.stdout
+    assert "<|im_start|>assistant\n[[" in printed["data show"]
+    assert printed["data show"].count("<|im_end|>]]") == printed["data show"].count("[[")
+    assert gives(printed["data show"], "331 samples")
+    assert gives(printed["data show"], "64 samples", "padding")
+    assert printed["verify chat"].count("passed") >= 2
+    assert len(list(folder.glob("run-*/model/tokenizer_config.json"))) == 2
+
+
+def test_the_config_that_init_writes_shows_its_conversations(folder: Path) -> None:
+    written = yaml.safe_load((folder / "run.yaml").read_text())
+    assert (written["data"]["train"]["name"], written["data"]["train"]["messages"]) == ("chats.jsonl", "messages")
+    tiny = yaml.safe_load((ROOT / "recipes" / "tiny" / "chat.yaml").read_text())
+    overlay = {"model": tiny["model"], "data": {"train": {"tokenizer": "chat/tokenizer"}}}
+    (folder / "tiny.yaml").write_text(json.dumps(overlay))
+    shown = run_lockstep("data", "show", "run.yaml", "tiny.yaml", "--samples", "1", cwd=folder)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count("sample ") == 1
+
+
+def test_the_config_of_the_page_is_one(tmp_path: Path) -> None:
+    for block in blocks(PAGE, "yaml"):
+        (tmp_path / "run.yaml").write_text(block)
+        train = load([tmp_path / "run.yaml"], environ={}).config.data.train
+        assert isinstance(train, HuggingFaceData)
+        assert train.messages == "messages"
+
+
+def test_the_template_of_the_page_is_the_example_s() -> None:
+    [template] = [block for block in blocks(PAGE, "text") if "generation" in block]
+    assert template.replace("\\n", "\\\\n") in (ROOT / "examples" / "chat_data.py").read_text()
