@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 
 from lockstep.cli.arguments import (
@@ -18,7 +16,7 @@ from lockstep.cli.arguments import (
     run_command,
     whole,
 )
-from lockstep.core.terminal import echo, plain
+from lockstep.core.terminal import echo, echo_marked
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -76,10 +74,8 @@ def _show(arguments: Sequence[str]) -> int:
     from lockstep.training.user_objects import UserObjects, refuse_given
 
     refuse_given(loaded)
-    begin, end = ("\x1b[1;32m", "\x1b[0m") if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else ("[[", "]]")
     for line in shown_data(loaded.config, UserObjects(trust_remote_code=args.trust_remote_code), args.samples):
-        parts = (f"{begin}{plain(text)}{end}" if marked else plain(text) for text, marked in line)
-        print("".join(parts), flush=True)
+        echo_marked(line)
     return 0
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -41,6 +41,12 @@ def shortened(value: object) -> str:
 def echo(*texts: object, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
     """Print like `print`, with control characters escaped."""
     print(*(plain(str(text)) for text in texts), file=file or sys.stdout, end=end, flush=flush)
+
+
+def echo_marked(parts: Iterable[tuple[str, bool]]) -> None:
+    """Print texts as one line; marked ones are green on a terminal, otherwise in double brackets."""
+    begin, end = ("\x1b[1;32m", "\x1b[0m") if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else ("[[", "]]")
+    print("".join(f"{begin}{plain(text)}{end}" if marked else plain(text) for text, marked in parts), flush=True)
 
 
 def command_line(*words: str | os.PathLike[str]) -> str:
