@@ -4,8 +4,8 @@ A spike is a loss or a gradient norm far above the ones before:
 
     limit = median + threshold x max(1.4826 x median absolute deviation, 1 % of the median)
 
-Median and deviation are of the last `window` kept updates, without the update just before: on an
-accelerator its numbers may not have arrived yet.
+Median and deviation are of the last `window` kept updates, renewed 16 times a window. The update just before doesn't
+count: on an accelerator its numbers may not have arrived yet.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _NORMAL = 1.4826  # x the median absolute deviation is the standard deviation of
 _LEAST = 0.01  # of the median: numbers that hardly vary have no spikes of a few permille
 _RECENT = "recent"
 _ARRIVED = 2  # the newest update that counts for update k is k - 2
+_RENEWALS = 16  # of the limits while the window moves by its length
 ADVICE = "most often a smaller learning rate, optim.clip_norm, or precision.compute bf16 or fp32 helps"
 
 
@@ -82,15 +83,21 @@ class Spikes:
         self._norms = _Recent(window, threshold)
         self._steps: deque[int] = deque(maxlen=window)
         self._waiting: deque[tuple[int, float, float]] = deque()
+        self._renewed = max(1, window // _RENEWALS)
+        self._limits = NO_LIMITS
 
     def limits(self, step: int) -> Limits:
-        """Return the limits of update `step`, from the updates up to `step` - 2."""
-        while self._waiting and self._waiting[0][0] <= step - _ARRIVED:
+        """Return the limits of update `step`, from the updates up to 2 before the one that renewed them."""
+        newest = step - step % self._renewed - _ARRIVED
+        if not self._waiting or self._waiting[0][0] > newest:
+            return self._limits
+        while self._waiting and self._waiting[0][0] <= newest:
             number, loss, norm = self._waiting.popleft()
             self._steps.append(number)
             self._losses.add(loss)
             self._norms.add(norm)
-        return Limits(self._losses.limit(), self._norms.limit())
+        self._limits = Limits(self._losses.limit(), self._norms.limit())
+        return self._limits
 
     def see(self, step: int, loss: float, norm: float) -> None:
         """Add the numbers of a kept update."""
@@ -106,6 +113,7 @@ class Spikes:
         for recent in (self._losses, self._norms):
             recent.clear()
         self._steps.clear()
+        self._limits = NO_LIMITS
         self._waiting = deque((int(step), loss, norm) for step, loss, norm in state)
 
 
