@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 76_947
+MOST_LINES = 76_955
 MOST_FILES = 466
-MOST_CODE = 46_621
+MOST_CODE = 46_629
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
 LARGER_PACKAGES = {"training": 9_228}
