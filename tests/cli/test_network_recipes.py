@@ -22,9 +22,10 @@ from lockstep.config.recipes import resolve_all, resolve_recipe
 from lockstep.config.schema import Config
 
 TINY = {"bert-imdb": "tiny/bert", "llama2-wikitext": "tiny/llama2", "llama2-wikitext-zero3": "tiny/llama2"}
-TINY["chat"] = "tiny/chat"
+TINY |= {"chat": "tiny/chat", "llama2-lora-wikitext": "tiny/llama2"}
 CLASSES = {"bert-imdb": "BertForSequenceClassification", "llama2-wikitext": "LlamaForCausalLM"}
 CLASSES["llama2-wikitext-zero3"] = CLASSES["chat"] = CLASSES["llama2-wikitext"]
+ADAPTERS = ("llama2-lora-wikitext",)
 ROOT = Path(__file__).parents[2]
 KEPT = ("objective", "batch", "optim", "schedule", "precision", "parallel", "memory", "evaluation", "checkpoint")
 CPU = ["--launch.device", "cpu", "--monitor.progress", "plain", "--monitor.tensorboard", "false"]
@@ -42,7 +43,12 @@ def test_a_tiny_model_trains_with_the_settings_of_the_recipe(recipe: str, tmp_pa
     summary = output_of(run_lockstep(*words, cwd=tmp_path))
     mine = load([resolve_recipe(recipe).path], environ={}).config
     _ran_as_asked(summary, tmp_path / "run", mine)
-    _left_weights_for_transformers(summary, tmp_path / "run", CLASSES[recipe])
+    if recipe in ADAPTERS:
+        assert {"adapter_config.json", "adapter_model.safetensors"} < {
+            file.name for file in (tmp_path / "run/model").iterdir()
+        }
+    else:
+        _left_weights_for_transformers(summary, tmp_path / "run", CLASSES[recipe])
     _showed_a_sample(tmp_path / "run", mine.evaluation.prompt)
     assert run_lockstep("ckpt", "verify", "run", cwd=tmp_path).returncode == 0
     again = output_of(

@@ -67,7 +67,7 @@ def test_extras_that_messages_name_exist() -> None:
     assert isinstance(optional, dict)
     assert (
         extras
-        == {"hf", "digits", "deepspeed", "buckets", "aws", "ray", "nvidia", "prometheus", *TRACKERS}
+        == {"hf", "peft", "digits", "deepspeed", "buckets", "aws", "ray", "nvidia", "prometheus", *TRACKERS}
         <= set(optional)
     )
     assert pip_install("hf") == "pip install 'lockstep-torch[hf]'"

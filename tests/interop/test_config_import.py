@@ -196,7 +196,7 @@ def test_another_tool_s_file_is_told_to_be_imported(
 
 @pytest.mark.parametrize(
     ("word", "answer"),
-    [("sample_packing", "data.train.packed"), ("adapter", "adapters"), ("class_weights", "CrossEntropyLoss"),
+    [("sample_packing", "data.train.packed"), ("adapter", "model.adapter.kind"), ("class_weights", "CrossEntropyLoss"),
      ("compute_metrics", "metric_sums"), ("assistant_only_loss", "data.train.messages"), ("load_in_4bit", "4 bits")],
 )  # fmt: skip
 def test_flags_of_other_trainers_have_an_answer(word: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,15 +22,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
 from training.test_features import ASKS, _layers, _ranks, asked
 
 from kit import families
 from kit.layouts import LAYOUTS
 from kit.simulated import Simulated, simulated
-from lockstep.config.schema import TransformerModel
 from lockstep.data.prepare import prepare
-from lockstep.models.transformer import Transformer
 from lockstep.plan.features import FEATURES, cell
 
 PLACE = Path(__file__).parents[1] / "simulation"
@@ -52,10 +49,6 @@ _EXPERTS = {
 }  # fmt: skip
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "packed data": ("", {"data": {"train": {"kind": "tokens", "folder": "", "length": 28, "documents": "whole"}}}),
-    "adapters": (
-        "",
-        {"model": {"kind": "custom", "target": "kit.cells:Adapted"}, "objective": {"kind": "next-token"}},
-    ),
     "experts": ("", {**families.family("mixtral"), "model": _EXPERTS}),
     "deterministic": ("", {"run": {"determinism": "deterministic"}}),
     "invariant": ("", {"run": {"determinism": "invariant"}, "batch": {"global_size": 8, "micro_size": 1}}),
@@ -88,32 +81,6 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 """By name: the strategy or the axis that has it, or nothing for all layouts, and the sections that ask for it."""
 
 
-class LowRank(nn.Module):
-    """A frozen layer, and beside it an adapter of rank 2."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.into, self.out_of = (
-            nn.Linear(base.in_features, 2, bias=False),
-            nn.Linear(2, base.out_features, bias=False),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.out_of(self.into(x))
-
-
-class Adapted(Transformer):
-    """A frozen decoder whose queries have adapters."""
-
-    def __init__(self, layers: int = 2) -> None:
-        shape = {"kind": "transformer", "layers": layers, "width": 32, "heads": 4, "kv_heads": 2}
-        super().__init__(TransformerModel.model_validate(shape), 64)
-        self.requires_grad_(False)
-        for block in self.blocks:
-            block.attention.query = LowRank(block.attention.query)
-
-
 @cache
 def packed_folder() -> str:
     """A folder of packed documents, as `lockstep data prepare` writes it; removed when this process ends."""
@@ -135,8 +102,6 @@ def config(layout: str, feature: str, precision: str) -> dict[str, Any]:
     if feature == "packed data":
         made["data"]["train"]["folder"] = packed_folder()
         made["model"]["vocabulary"] = None
-    if feature == "adapters":
-        made["model"]["arguments"] = {"layers": max(2, asked(layout, "", _ranks(layout))["model"]["layers"])}
     if feature == "stages by name":
         made["model"]["layers"] = 4
         made["parallel"]["pipeline_parallel"]["split"] = [f"blocks.{block}" for block in _first_blocks(layout)]

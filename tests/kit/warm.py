@@ -32,7 +32,7 @@ _MODULES = (
     "deepspeed.runtime.zero.stage3", "deepspeed.runtime.zero.muon.muon_optimizer", "distutils.ccompiler",
     "deepspeed.module_inject.auto_ep_config", "deepspeed.module_inject.auto_ep_layer",
     "transformers.modeling_utils", *(f"transformers.models.{name}.modeling_{name}" for name in _FAMILIES),
-    "lockstep.training.api", "lockstep.training.assemble", "lockstep.training.job", "lockstep.engine.pipeline",
+    "peft", "lockstep.training.api", "lockstep.training.assemble", "lockstep.training.job", "lockstep.engine.pipeline",
     "lockstep.engine.stages", "lockstep.engine.context_parallel",
     "lockstep.sharding.fsdp", "lockstep.sharding.deepspeed",
     "lockstep.sharding.replicas", "lockstep.transforms.tensor_parallel", "lockstep.transforms.tensor_plans",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,24 +101,6 @@ def test_the_config_adopts_vocabulary_and_classes_of_the_data():
     assert model.config.use_cache is False
     assert model.training
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
-
-
-class Adapted(torch.nn.Module):
-    """As peft's PeftModel wraps a model."""
-
-    def __init__(self, model, learned_prompt):
-        super().__init__()
-        self.inner, self.active_peft_config = model, SimpleNamespace(is_prompt_learning=learned_prompt)
-
-    def get_base_model(self):
-        return self.inner
-
-
-def test_a_model_with_adapters_has_its_own_head(monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(PeftModel=Adapted))
-    model = build_model(_section("causal-lm", GPT2), FACTS, 1)
-    assert head_of(Adapted(model, learned_prompt=False)) == head_of(model)
-    assert head_of(Adapted(model, learned_prompt=True)) is None  # its outputs are longer than its inputs
 
 
 def test_decoder_inputs_are_the_labels_shifted_right():

@@ -36,6 +36,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "optimizer in backward": {"optim": {"name": "sgd", "lr": 0.1, "clip_norm": None, "in_backward": True}},
     "chunked loss": {"memory": {"loss_chunk": 17}},
     "frozen parameters": {"model": {**config(12)["model"], "freeze": ["embedding.*", "*.query.*"]}},
+    "adapters": {"model": {**config(12)["model"], "adapter": {"kind": "lora", "rank": 4}}},
     "loss parallel": {"loss": True},
     "offload": {"offload": True},
 }

@@ -12,7 +12,7 @@ from lockstep.core.terminal import echo
 _EPILOG = """\
 Optimizer state is not read, so damage to it is not detected: `lockstep ckpt verify RUN` reads the whole checkpoint.
 `--with optimizer` reads it."""
-_FORMATS = ("auto", "safetensors", "torch", "hf", "dcp")
+_FORMATS = ("auto", "safetensors", "torch", "hf", "dcp", "peft")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -24,10 +24,11 @@ def run(arguments: Sequence[str]) -> int:
     which.add_argument("--step", type=count, metavar="N", help="default: the newest with a model that verifies")
     which.add_argument("--best", action="store_true", help="the best checkpoint by checkpoint.best")
     parser.add_argument("--to", type=path, metavar="PLACE", help="a folder, or a file; by default in RUN/export")
-    formats = "hf: a folder for from_pretrained; torch: a state dict"
+    formats = "hf: a folder for from_pretrained; torch: a state dict; peft: an adapter"
     parser.add_argument("--format", choices=_FORMATS, default="auto", help=formats)
     also = "optimizer state and step, too: hf for Trainer, dcp for torchtitan, torch for any loop"
     parser.add_argument("--with", dest="also", choices=("optimizer",), help=also)
+    parser.add_argument("--merge", action="store_true", help="an adapter added to its base, as a plain model")
     parser.add_argument("--force", action="store_true", help="replace what is there")
     add_json(parser)
     add_trust(parser)
@@ -35,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from lockstep.training.exporting import ExportArguments, export
 
-    names = ("step", "best", "to", "format", "force", "trust_remote_code", "trust_run")
+    names = ("step", "best", "to", "format", "merge", "force", "trust_remote_code", "trust_run")
     chosen = {name: getattr(args, name) for name in names}
     made = export(args.run, ExportArguments(**chosen, optimizer=args.also is not None))
     for name, why in made.broken.items():

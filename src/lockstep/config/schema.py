@@ -48,19 +48,72 @@ from lockstep.strategies.registry import StrategyName, checked_options, names, o
 from lockstep.strategies.section import Auto, Fraction, PathText, PlaceText, Positive, RunPlaceText, Section
 
 __all__ = [
-    "DDP", "FSDP", "ActivationCheckpointing", "BatchConfig", "Checkpoint", "Config", "CustomData", "CustomModel",
-    "DataSource", "DeepSpeed", "Digits", "Extension", "GivenModel", "HuggingFaceData", "HuggingFaceModel",
-    "ImageClassifierModel", "Launch", "Loader", "LossScale", "Memory", "Model", "ModelSection", "ObjectiveConfig",
-    "Optim", "Parallel", "ParameterRule", "PipelineParallel", "Run", "Schedule", "StdlibFunctions", "StdlibText",
+    "DDP", "FSDP", "ActivationCheckpointing", "AdapterSection", "BatchConfig", "Checkpoint", "Config",
+    "CustomData", "CustomModel", "DataSource", "DeepSpeed", "Digits", "Extension", "GivenModel",
+    "HuggingFaceData", "HuggingFaceModel", "IA3Adapter", "ImageClassifierModel", "Launch", "Loader",
+    "LoraAdapter", "LossScale", "Memory", "Model", "ModelSection", "ObjectiveConfig", "Optim", "Parallel",
+    "ParameterRule", "PipelineParallel", "Run", "Schedule", "StdlibFunctions", "StdlibText",
     "TensorParallelOptions", "TextClassifierModel", "Tokens", "TransformerModel",
 ]  # fmt: skip
 GIVEN = "given"
 """Stands in a config for an object that is passed in Python."""
 
 
+class AdapterSection(Section):
+    """The keys of every kind of adapter."""
+
+    targets: Literal["all-linear"] | tuple[str, ...] | None = "all-linear"
+    """Modules that get an adapter: all linear layers, except the head; or names, such as `[q_proj, v_proj]`; null:
+    peft's choice for the architecture."""
+    exclude_modules: tuple[str, ...] | None = None
+    """Modules that get none."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that are trained whole, and saved with the adapter, such as `[lm_head]`."""
+    fan_in_fan_out: bool = False
+    """Weights are stored transposed. peft corrects it for the layers that it knows."""
+
+
+class LoraAdapter(AdapterSection):
+    """Low-rank adapters (LoRA, arXiv:2106.09685) by peft: W x + alpha / rank B A x."""
+
+    kind: Literal["lora"]
+    rank: Positive = 16
+    """Rank of the update (peft: r)."""
+    alpha: Annotated[float, Field(gt=0)] = 32
+    """Scale of the update, divided by the rank (peft: lora_alpha)."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout of the adapter's input (peft: lora_dropout)."""
+    use_rslora: bool = False
+    """Divide alpha by the square root of the rank (arXiv:2312.03732)."""
+    use_dora: bool = False
+    """Also train the magnitude of each row (DoRA, arXiv:2402.09353)."""
+    init_lora_weights: Literal["uniform", "gaussian"] = "uniform"
+    """Initial distribution of A: Kaiming's uniform one (peft: true), or gaussian. B is 0."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Also train biases: all, or those of layers with an adapter."""
+    layers_to_transform: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """Numbers of the layers that get adapters; null: all."""
+    rank_pattern: dict[str, Positive] = {}
+    """Other ranks, by patterns of module names."""
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """Other alphas, by patterns of module names."""
+
+
+class IA3Adapter(AdapterSection):
+    """Learned factors of activations (IA3, arXiv:2205.05638) by peft."""
+
+    kind: Literal["ia3"]
+    targets: tuple[str, ...] | None = None
+    """Modules that get an adapter, by name; null: peft's choice for the architecture."""
+    feedforward_modules: tuple[str, ...] | None = None
+    """Targets with a scaled input instead of a scaled output; null: peft's choice."""
+
+
 class ModelSection(Section):
     """The keys of every kind of model."""
 
+    adapter: Annotated[LoraAdapter | IA3Adapter, Field(discriminator="kind")] | None = None
+    """Train an adapter of the peft library instead of the model, which is frozen. Checkpoints hold the adapter."""
     freeze: tuple[str, ...] = ()
     """Patterns (`embedding.*`) of parameters to freeze: no gradient, no optimizer state."""
     compile: bool = False

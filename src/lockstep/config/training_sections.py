@@ -194,10 +194,13 @@ class LossScale(Section):
 
 
 class Precision(Section):
-    """Precision of the arithmetic. Parameters, optimizer state and losses are always fp32."""
+    """Precision of the arithmetic. Trained parameters, optimizer state and losses are always fp32."""
 
     compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Autocast of forward and backward; auto: bf16 where the processor has it, otherwise fp32."""
+    frozen: Literal["auto", "bf16", "fp32"] = "auto"
+    """Frozen parameters at rest; auto: bf16 with `model.adapter` where the forward computes in bf16 or fp16, except
+    under DeepSpeed, otherwise as the model has them."""
     tf32: bool = True
     """Allow TF32 in fp32 matrix products on NVIDIA GPUs."""
     loss_scale: LossScale = LossScale()

@@ -65,8 +65,8 @@ def part_of_checkpoint(file: Path) -> str | None:
 
 
 _UNMERGED = (
-    "is an adapter of peft, without the weights that it changes: merge them (peft's `merge_and_unload()`, then "
-    "`save_pretrained(FOLDER)`), and name that folder"
+    "is an adapter of peft, without the weights that it changes: set model.adapter to train it further, or merge it "
+    "(peft's `merge_and_unload()`, then `save_pretrained(FOLDER)`), and name that folder"
 )
 
 

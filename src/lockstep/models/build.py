@@ -7,6 +7,7 @@ sketch_model        construct on the meta device -> freeze             for plann
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 from torch import nn
@@ -26,6 +27,7 @@ from lockstep.core.modes import in_training
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.distributed.shard_boxes import dtype_name
 from lockstep.models import classifiers, transformer
+from lockstep.models.adapters import meta_with_adapter, with_adapter
 from lockstep.models.huggingface import build_huggingface, build_meta_huggingface, sketch_huggingface
 from lockstep.models.initialization import RuleOf, generators_keyed, initial_values, initialize, shapes_alone
 from lockstep.models.meta_model import MetaModel, parameters_without_values
@@ -52,6 +54,7 @@ def build_model(section: Model, facts: DataFacts, seed: int, *, trust_remote_cod
             module = _construct(section, facts)
             if not isinstance(section, CustomModel):  # which keeps its constructor's values
                 initialize(module, seed, _rule_of(section))
+    module = with_adapter(module, section, seed)
     freeze(module, section.freeze)
     return in_training(module)
 
@@ -69,6 +72,7 @@ def build_meta_model(
             with parameters_without_values():
                 module = _construct(section, facts)
             meta_model = MetaModel(module, initial_values(module, seed, _rule_of(section)))
+    meta_model = meta_with_adapter(meta_model, section, seed)
     if meta_model is not None:
         freeze(meta_model.model, section.freeze)
     return meta_model
@@ -89,6 +93,8 @@ def sketch_model(section: Model, facts: DataFacts, *, trust_remote_code: bool = 
             if not isinstance(section, CustomModel):
                 raise
             module = _construct(section, facts)
+        with shapes_alone() if next(module.parameters()).is_meta else nullcontext():
+            module = with_adapter(module, section, 0)
     freeze(module, section.freeze)
     return module
 

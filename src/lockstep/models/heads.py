@@ -13,7 +13,6 @@ any other                       model                   passed to the model, whi
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -92,7 +91,7 @@ class Head:
 
 def head_of(module: nn.Module | None) -> Head | None:
     """Return the head of a transformers model; None for any other model."""
-    model: Any = None if module is None else _without_adapters(module)
+    model: Any = module
     if model is None or not is_transformers_model(model):
         return None
     labels = _kind(model)
@@ -100,13 +99,6 @@ def head_of(module: nn.Module | None) -> Head | None:
     has_own_loss = balanced or any(name in _OWN_LOSS for name in _names(model))
     shifts = labels == "next-token" and not any(name in _UNSHIFTED for name in _names(model))
     return Head(model, "model" if has_own_loss else labels, labels, shifts)
-
-
-def _without_adapters(module: Any) -> Any:
-    """Return the model that peft's wrapper changes in place; any other module, such as one with a learned prompt."""
-    wrapper = getattr(sys.modules.get("peft"), "PeftModel", ())
-    wraps = isinstance(module, wrapper) and not module.active_peft_config.is_prompt_learning
-    return module.get_base_model() if wraps else module
 
 
 def preparation(head: Head, *, with_labels: bool) -> Prepare | None:

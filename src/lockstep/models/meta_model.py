@@ -110,7 +110,7 @@ def reset_by_block(
         of_block = {name: parameter for name, parameter in parameters.items() if _owner(name) in names}
         if not any(name in wanted for name in of_block):
             continue
-        with _memory(module, of_block) as values:
+        with in_memory(module, of_block) as values:
             done: set[Tensor] = set()
             for name in names:
                 if name in resets:
@@ -144,7 +144,8 @@ def _modules_by_block(module: nn.Module, blocks: Sequence[str]) -> list[list[str
 
 
 @contextmanager
-def _memory(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
+def in_memory(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
+    """Yield the values, NaN at first, that these parameters of a meta-device module have while the block runs."""
     holders = [
         (holder, own_name, name)
         for name, parameter in parameters.items()

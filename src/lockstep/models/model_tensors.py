@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lockstep.core.adapters import Adapter, adapter_of
 from lockstep.core.errors import RunFailed
 from lockstep.core.formatting import listed
 from lockstep.models.weight_matching import slots_of
@@ -22,7 +23,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """The parameters and saved buffers of a whole model.
+    """The parameters and saved buffers of a whole model; of one with an adapter, those that aren't of its base.
 
     Attributes:
         shapes: Shapes by name, in the model's order, tied ones once under their first name.
@@ -33,6 +34,7 @@ class ModelTensors:
     shapes: Mapping[str, Shape]
     tied: Mapping[str, str]
     parameters: frozenset[str]
+    adapter: Adapter | None = None
 
     def with_tied_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors, which may be a part of the model's, under all of their names."""
@@ -84,10 +86,12 @@ _REPORT = ". This is an error in Lockstep or in the model's code"
 
 def model_tensors(model: nn.Module) -> ModelTensors:
     """Return the list of an unsharded model, which may be on the meta device."""
-    slots = slots_of(model)
+    adapter = adapter_of(model)
+    slots = [slot for slot in slots_of(model) if adapter is None or slot.name not in adapter.frozen]
     parameters = {id(parameter) for parameter in model.parameters()}
     return ModelTensors(
         shapes={slot.name: tuple(slot.tensor.shape) for slot in slots},
         tied={other: slot.name for slot in slots for other in slot.names[1:]},
         parameters=frozenset(slot.name for slot in slots if id(slot.tensor) in parameters),
+        adapter=adapter,
     )

@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lockstep.core import checksums
+from lockstep.core.adapters import ADAPTER_FILE
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.near_runs import IN_FOLDERS, part_of_checkpoint, peer_checkpoint
 from lockstep.core.terminal import command_line
@@ -56,10 +57,15 @@ class Weights:
     skipped: tuple[str, ...] = ()
 
 
-def read_weights(place: Path) -> Weights:
-    """Read a file, or all files of a folder; raise RunFailed if one differs from its hash, else ConfigError."""
+def read_weights(place: Path, *, adapters: bool = False) -> Weights:
+    """Read a file, or all files of a folder; raise RunFailed if one differs from its hash, else ConfigError.
+
+    Args:
+        adapters: Read an adapter's file, if the folder has one, instead of refusing it.
+    """
     try:
-        file = _main_file(place.expanduser())
+        adapter = place.expanduser() / ADAPTER_FILE
+        file = adapter if adapters and adapter.is_file() else _main_file(place.expanduser())
         tensors, skipped = _read_sharded(file) if file.name.endswith(_INDEX) else _read(file)
     except OSError as error:
         raise ConfigError(f"{error.filename or place} can't be read: {error.strerror or error}") from error
@@ -80,8 +86,8 @@ def refuse_part(file: Path) -> None:
 
 
 def holds_weights(folder: Path) -> bool:
-    """Return whether the folder contains a file of weights under a usual name."""
-    return any((folder / name).is_file() for name in IN_FOLDERS)
+    """Return whether the folder contains a file of weights, or of an adapter, under a usual name."""
+    return any((folder / name).is_file() for name in (*IN_FOLDERS, ADAPTER_FILE))
 
 
 def readable(name: str) -> str:

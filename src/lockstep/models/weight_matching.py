@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.schema import ModelSection
+from lockstep.core.adapters import ADAPTER_FILE, adapter_of
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.formatting import listed
@@ -45,7 +46,7 @@ def match_initial_weights(model: nn.Module, section: ModelSection) -> WeightMatc
         return None
     with problems_of("init_from"):
         place = Path(section.init_from)
-        weights = read_weights(place)
+        weights = read_weights(place, adapters=section.adapter is not None)
         match = match_weights(model, weights)
         if not match.whole and not (section.init_partial and match.pairs):
             remedy = PARTIAL if match.pairs and not section.init_partial else ""
@@ -159,11 +160,15 @@ def match_weights(model: nn.Module, weights: Weights, *, translate: bool = True)
     Raises:
         ConfigError: A tied parameter has two values in the file, or the model's dtype can't hold a tensor.
     """
-    match = _match(slots_of(model), weights)
+    slots = slots_of(model)
+    if (adapter := adapter_of(model)) is not None:
+        names = adapter.files if weights.place.name == ADAPTER_FILE else adapter.base
+        slots = [Slot((slot.name, names[slot.name]), slot.tensor) for slot in slots if slot.name in names]
+    match = _match(slots, weights)
     if match.whole or not translate or not is_transformers_model(model):
         return match
     tensors = translated(model, weights.tensors)
-    return match if tensors is None else _match(slots_of(model), Weights(weights.place, tensors))
+    return match if tensors is None else _match(slots, Weights(weights.place, tensors))
 
 
 def _match(slots: Sequence[Slot], weights: Weights) -> WeightMatch:

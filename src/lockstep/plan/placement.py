@@ -108,13 +108,14 @@ def _place(strategy: Strategy, variant: Variant, state: State, ranks: int) -> Pl
     unsharded = sum(facts.unsharded_bytes(parameter, state.optim) for parameter in trained)
     optimizer = sum(facts.state_bytes(parameter, state.optim) for parameter in trained) - unsharded
     masters = gradients if sharding.masters else 0
+    sizes = [each.elements * 4 if strategy.memory.in_fp32 else each.bytes for each in state.parameters]
     kept = 0
     if sharding.kept_whole and ranks > 1:
         whole = resolved(sharding.kept_whole)(options, [parameter.elements for parameter in state.parameters])
-        kept = sum(parameter.bytes for parameter, is_whole in zip(state.parameters, whole, strict=True) if is_whole)
+        kept = sum(size for size, is_whole in zip(sizes, whole, strict=True) if is_whole)
     return Placement(
         strategy=variant.name,
-        parameters=_share(sum(parameter.bytes for parameter in state.parameters), ranks, sharding.parameters) + kept,
+        parameters=_share(sum(sizes), ranks, sharding.parameters) + kept,
         gradients=_share(gradients, ranks, sharding.gradients) * copies,
         optimizer=_share(optimizer + masters, ranks, sharding.optimizer) + unsharded,
         note=sharding.note,

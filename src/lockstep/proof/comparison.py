@@ -114,8 +114,9 @@ class RunComparison:
                 self.evidence.failure = str(failure)
                 return
             if self._compares:
-                expected = read_weights(self._folder / place.relative_to(folder)).tensors
-                self.evidence.published = _published(read_weights(place).tensors, expected, self._relative_to_rate())
+                expected = read_weights(self._folder / place.relative_to(folder), adapters=True).tensors
+                published = read_weights(place, adapters=True).tensors
+                self.evidence.published = _published(published, expected, self._relative_to_rate())
 
     def _weights(self) -> NamedTensors:
         return components_of(self._session).sharding.state.weights(wanted=self._compares)

@@ -58,7 +58,8 @@ def shard(context: ShardingContext) -> None:
         if parameter.ndim == 0:
             why = f"fsdp can't divide {name}, a single number; make its shape [1]"
             raise ConfigError(Problem("", "parallel.strategy", why))
-    refuse_other_than_fp32(model.named_parameters(), "parallel.strategy", "fsdp keeps parameters")
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    refuse_other_than_fp32(trained, "parallel.strategy", "fsdp keeps what it trains")
     names = units(model, options, context.blocks)
     _refuse_selective_around(names, context, options)
     mesh = _device_mesh(context.position, options, context.world.device)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from lockstep.core.adapters import adapter_of
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.records import TrainingState
 from lockstep.distributed.extra_states import set_extra_states
@@ -103,14 +104,14 @@ class ModelState:
             wanted: Whether this rank yields a tensor, or only takes part in the gathering; False: it yields none.
             names: Those to gather, in their order; the same on all ranks. None: all, in the order of the model.
         """
-        own = self._tensors()[0]
+        own = self._saved()[0]
         if self.partition is not None and self.partition.is_divided:
             return self.partition.whole(own, wanted, names)
         return _gathered(own.items() if names is None else ((name, own[name]) for name in names), wanted)
 
     def specs(self) -> dict[str, Spec]:
         """Return shape and dtype of each tensor that `weights` yields. All ranks together."""
-        own = specs_of(self._tensors()[0])
+        own = specs_of(self._saved()[0])
         return own if self.partition is None else self.partition.specs(own)
 
     def whole(self, pairs: Iterable[tuple[str, Tensor]], *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -123,7 +124,7 @@ class ModelState:
     def live_state(self) -> TrainingState:
         """Return the live state of model and optimizer. All ranks together."""
         self.before_read()
-        tensors, tied = self._tensors()
+        tensors, tied = self._saved()
         parameters = {name for name, _ in self.model.named_parameters()}
         changing = frozenset(f"{_MODEL}{name}" for name in tensors if name not in parameters)
         entries = {f"{_MODEL}{name}": tensor for name, tensor in tensors.items()}
@@ -178,7 +179,7 @@ class ModelState:
         if self.partition is not None:
             state = self.partition.own_state(state)
         self._cast_buffers(state)
-        own = self._tensors()[0]
+        own = self._saved()[0]
         for name, tensor in own.items():
             saved = _saved(state, name, tensor)
             if isinstance(tensor, FlatShard):
@@ -214,6 +215,15 @@ class ModelState:
         owners = buffer_owners(self.model)
         buffers = zip(owners.items(), current_buffers(owners), strict=True)
         return {name: (owner, buffer) for (name, owner), buffer in buffers if buffer is not None}
+
+    def _saved(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return `_tensors` without those of an adapter's base, which aren't saved."""
+        tensors, tied = self._tensors()
+        adapter = adapter_of(self.model)
+        if adapter is None:
+            return tensors, tied
+        saved = {name: tensor for name, tensor in tensors.items() if name not in adapter.frozen}
+        return saved, {name: first for name, first in tied.items() if first in saved}
 
     def _tensors(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Return parameters and saved buffers, each under its first name; and the other names of tied ones."""

@@ -38,6 +38,7 @@ from lockstep.simulation.failing import Unpredictable
 from lockstep.simulation.made_up import made_up_texts
 from lockstep.simulation.memory import CATEGORIES, HEADS, MemoryLedger, Peak, Watched, resizes_seen
 from lockstep.simulation.updates import run_updates
+from lockstep.training.adapters import lower_frozen
 from lockstep.training.ahead import imports_ahead
 from lockstep.training.api import resolved
 from lockstep.training.deciding import decides
@@ -129,7 +130,8 @@ def estimator_of(config: Config, ranks: int, memory: int | None, given: UserObje
     if model is None and given.model is not None:
         model = cast("nn.Module", cast("Any", given.model)())
     sketch = model or sketch_model(config.model, facts, trust_remote_code=given.trust_remote_code)
-    return Estimator(config, ranks, facts, parameter_facts(sketch), given, memory)
+    parameters = parameter_facts(sketch if sketch is model else lower_frozen(sketch, config))
+    return Estimator(config, ranks, facts, parameters, given, memory)
 
 
 # --- text ---------------------------------------------------------------------------------------------------------

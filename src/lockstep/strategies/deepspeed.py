@@ -78,6 +78,7 @@ STRATEGY = Strategy(
     family="DeepSpeed ZeRO",
     memory=MemoryUse(
         element_bytes=lambda options: (2, 2) if options.bf16_weights else (None if options.zero_stage == 3 else 4, 4),
+        in_fp32=True,
         offloads=lambda options: options.offload_optimizer != "none" or options.offload_param != "none",
     ),
     cells={

@@ -48,6 +48,7 @@ _PIPELINE = {
 _CHECKPOINTING = ("activation checkpointing", "selective checkpointing")
 _WEIGHTS_APART = {**_PIPELINE, **dict.fromkeys(_CHECKPOINTING, _TWICE)}
 _TENSOR = {
+    "adapters": refused("peft's layers keep their matrices whole; take fsdp, or leave parallel.tensor out"),
     "compile": refused(
         "torch's compiler (2.13) fails on sharded matrices where shapes change, as texts of different lengths do; "
         "write false"

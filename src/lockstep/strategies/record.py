@@ -235,12 +235,14 @@ class MemoryUse:
         offloads: Whether the options ask for offloading.
         saves_memory: Options that save memory in a step of several micro-batches: name -> value.
         element_bytes: Bytes of an element of what is gathered (None: as used), and reduced.
+        in_fp32: Frozen parameters are in fp32, too.
     """
 
     holds_everything: bool = False
     offloads: Callable[[Any], bool] = lambda options: False
     saves_memory: Mapping[str, str] = field(default_factory=dict)
     element_bytes: Callable[[Any], tuple[int | None, int]] = lambda options: (4, 4)
+    in_fp32: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,7 @@ from lockstep.plan.choosing import choose_strategy
 from lockstep.plan.plan import make_plan
 from lockstep.plan.schedule import learning_rate
 from lockstep.sharding import ModelState
+from lockstep.training.adapters import base_of, lower_frozen
 from lockstep.training.checkpoints import checkpoints_in
 from lockstep.training.components import Components, EvaluationParts, Purpose, Rate, UpdateParts
 from lockstep.training.deciding import machine_of
@@ -105,6 +106,7 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
         objective=objective,
         sharding=made.sharding,
         tensors=prepared.tensors,
+        base=prepared.base,
         engine=engine,
         loader=loader,
         source=source,
@@ -151,6 +153,7 @@ class _Prepared:
     objective: EvaluatedObjective
     computed: EvaluatedObjective
     tensors: ModelTensors
+    base: Mapping[str, str | None] | None
     coupled: str | None
     flops: float | None
     masks: Callable[[], AbstractContextManager[object]]
@@ -170,7 +173,8 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
     else:
         seed, trust = config.run.seed, given.trust_remote_code
         model = build_model(config.model, source.facts, seed, trust_remote_code=trust)
-    refuse_parameters(model, ELEMENT_BYTES)
+    base = base_of(config.model, model, world.axis)
+    refuse_parameters(lower_frozen(model, config, world.device), ELEMENT_BYTES)
     refuse_unknown_names(model, config.model.inputs)
     plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
     plan = replace(plan, warnings=(*plan.warnings, *lone_samples(model, plan)))
@@ -195,10 +199,11 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
     tensors, flops = model_tensors(model), training_flops(model, source, world.device)
     sample = partial(_first_inputs, source)
     checked = plan.mesh.tensor * plan.mesh.context > 1  # by forwards, before the first update
-    deferred = meta is not None and purpose is not Purpose.TRAIN and not checked
+    is_saved_whole = tensors.adapter is None  # a base isn't in checkpoints
+    deferred = meta is not None and purpose is not Purpose.TRAIN and not checked and is_saved_whole
     whole = WholeModel(model, list(tensors.shapes), meta, pretrained, tensor_plan, sample, deferred)
     world.axis.barrier()  # another rank may have downloaded or read weights
-    return _Prepared(whole, plan, source, evaluation, objective, computed, tensors, coupled, flops, masks)
+    return _Prepared(whole, plan, source, evaluation, objective, computed, tensors, base, coupled, flops, masks)
 
 
 def _first_inputs(source: Source) -> Inputs:
@@ -228,7 +233,8 @@ def _meta_model(
     partitioned = any(degree != 1 for degree in (config.parallel.pipeline, config.parallel.tensor))
     if strategy == "auto" and world.size > 1 and config.model.kind not in ("given", "custom"):
         sketch = sketch_model(config.model, facts, trust_remote_code=given.trust_remote_code)
-        choice = choose_strategy(config, world.size, parameter_facts(sketch), machine.memory, machine.decision)
+        facts_of_parameters = parameter_facts(lower_frozen(sketch, config, world.device))
+        choice = choose_strategy(config, world.size, facts_of_parameters, machine.memory, machine.decision)
         strategy = choice.strategy.name
     builder = None if strategy == "auto" else load_builder(strategy)
     if not partitioned and (builder is None or (builder.shard is None and not builder.shards_in_build(config))):

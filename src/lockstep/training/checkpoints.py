@@ -81,6 +81,9 @@ class Checkpoints(Saves):
             "samples": components.source.facts.samples,
             "epoch_samples": epoch_samples,
         }
+        if (adapter := components.tensors.adapter) is not None:
+            parts = {"config": dict(adapter.config), "files": dict(adapter.files)}
+            self._data = {**self._data, "base": components.base, "adapter": parts}
         self.storage = storage
         self._axis = components.world.axis
         self._section = section

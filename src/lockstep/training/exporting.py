@@ -29,6 +29,8 @@ from lockstep.checkpoint.storage import MANIFEST, names_by_step
 from lockstep.config.known_runs import RunConfig, known_as
 from lockstep.config.loading import validate
 from lockstep.config.schema import GIVEN, Config, Model
+from lockstep.core import checksums
+from lockstep.core.adapters import ADAPTER_CONFIG, Adapter
 from lockstep.core.errors import ConfigError, Failure, RunFailed
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.files import replacing_file, replacing_folder
@@ -40,6 +42,7 @@ from lockstep.models.weight_files import Weights
 from lockstep.models.weight_matching import match_weights
 from lockstep.optim.groups import parameter_groups
 from lockstep.plan.schedule import fraction_done, horizon, learning_rate
+from lockstep.training.adapters import adapter_in, merged
 from lockstep.training.checkpoints import TRANSFORMS
 from lockstep.training.ledger import segments_in
 from lockstep.training.locations import CheckpointLocation, choose, find
@@ -47,6 +50,8 @@ from lockstep.training.sources import facts_of_data, make_model
 from lockstep.training.user_objects import UserObjects
 from lockstep.training.weights import (
     FILE,
+    add_tokenizer,
+    save_adapter,
     save_for_transformers,
     save_tensors,
     tensors_of,
@@ -60,9 +65,10 @@ if TYPE_CHECKING:
 
 OPTIMIZER = "optimizer."
 _RULES = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-Form = Literal["safetensors", "torch", "hf", "dcp"]
+Form = Literal["safetensors", "torch", "hf", "dcp", "peft"]
 _MODEL, _EVALUATED = "model.", "evaluated."  # the latter of an optimizer with modes
 _EXPORTS = "export"
+_FOLDERS = ("hf", "dcp", "peft")
 _FORMS: Mapping[str, Form] = {
     ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch",
 }  # fmt: skip
@@ -216,7 +222,8 @@ class ExportArguments:
         step: Step of the checkpoint; None: the newest that verifies, or the best if the run is to end with it.
         best: Whether to export the checkpoint with the best metric.
         to: A folder, or a file with the suffix of the format; None: in the run's folder.
-        format: `auto` is hf for a Hugging Face model, otherwise safetensors.
+        format: `auto` is peft for an adapter, hf for another Hugging Face model, otherwise safetensors.
+        merge: Whether to add an adapter to its base, and export that.
         optimizer: Whether to export optimizer state and progress, too.
         force: Whether to replace the target.
         trust_remote_code: For hf: whether code that comes with a downloaded model may run.
@@ -226,7 +233,8 @@ class ExportArguments:
     step: int | None = None
     best: bool = False
     to: Path | None = None
-    format: Literal["auto", "safetensors", "torch", "hf", "dcp"] = "auto"
+    format: Literal["auto", "safetensors", "torch", "hf", "dcp", "peft"] = "auto"
+    merge: bool = False
     optimizer: bool = False
     force: bool = False
     trust_remote_code: bool = False
@@ -271,18 +279,26 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
     config = loaded.config
     form = _form(config.model, arguments)
     if arguments.optimizer or form == "dcp":
-        if form == "safetensors":
+        if form in ("safetensors", "peft") or arguments.merge:
             raise ConfigError("--with optimizer needs --format torch, hf or dcp; safetensors has no place for it")
         refuse_other_optimizers(config)
-    if form == "hf":  # refused before anything large is read
+    if form == "hf" or arguments.merge:  # refused before anything large is read
         config = to_rebuild(loaded, trusted=arguments.trust_run)
     if arguments.to is not None:
         _refuse_to_overwrite(_target(None, form, "", arguments.to), form, force=arguments.force)
     model = _read_model(location.storage, step, optimizer=arguments.optimizer or form == "dcp")
+    adapter, given = adapter_in(model.manifest), UserObjects(trust_remote_code=arguments.trust_remote_code)
+    if arguments.merge:
+        if adapter is None:
+            raise ConfigError(f"--merge: {model.name} has no adapter; leave it out")
+        config = config.with_values(model={"adapter": None})
+        model = replace(model, **merged(config, adapter, model.tensors, given))
+    elif adapter is not None and (form == "hf" or (arguments.format == "auto" and not _names_a_file(arguments.to))):
+        form = "peft"  # also of a PeftModel that was passed in Python
     target = _target(run if location.run == run.absolute() else location.run, form, model.name, arguments.to)
     _refuse_to_overwrite(target, form, force=arguments.force)
     try:
-        _write(model, config, form, target, trust_remote_code=arguments.trust_remote_code)
+        _write(model, config, form, target, given, adapter)
     except Failure:
         raise
     except Exception as error:  # torch and safetensors have exceptions of their own for a full disk
@@ -410,7 +426,8 @@ def _form(model: Model, arguments: ExportArguments) -> Form:
         forms = ", ".join(f"*{known}" for known in _FORMS)
         raise ConfigError(f"--to {to}: unknown format; a file is one of {forms}, or a folder")
     if form == "auto":
-        return named or ("hf" if model.kind == "huggingface" else "safetensors")
+        of_adapter = model.adapter is not None and not arguments.merge
+        return named or ("peft" if of_adapter else "hf" if model.kind == "huggingface" else "safetensors")
     if named is not None and named != form:
         raise ConfigError(f"--format {form} contradicts the file name {to}; leave one of them out")
     if form == "hf" and model.kind == "given":
@@ -424,13 +441,17 @@ def _form(model: Model, arguments: ExportArguments) -> Form:
     return form
 
 
+def _names_a_file(to: Path | None) -> bool:
+    return to is not None and to.suffix in _FORMS and not to.is_dir()
+
+
 def _target(run: Path | None, form: Form, name: str, to: Path | None) -> Path:
-    if to is not None and to.suffix in _FORMS and not to.is_dir():
+    if to is not None and _names_a_file(to):
         return to
     if to is None and run is None:
         raise ConfigError(f"{name} is in no run's folder; give the target with --to")
     folder = to or cast("Path", run) / _EXPORTS / name
-    if form in ("hf", "dcp"):
+    if form in _FOLDERS:
         return folder
     return folder / (FILE if form == "safetensors" else "model.pt")
 
@@ -439,16 +460,18 @@ def _refuse_to_overwrite(target: Path, form: Form, *, force: bool) -> None:
     entries = list(target.iterdir()) if target.is_dir() else []
     if not target.exists() or (target.is_dir() and not entries):
         return
-    if form in ("hf", "dcp") and not target.is_dir():
+    if form in _FOLDERS and not target.is_dir():
         raise ConfigError(f"{target} is a file, and --format {form} writes a folder")
     if not force:
         raise ConfigError(f"{target} exists; --force replaces it")
-    is_model = not {"config.json", ".metadata"}.isdisjoint(entry.name for entry in entries)
+    is_model = not {"config.json", ADAPTER_CONFIG, ".metadata"}.isdisjoint(entry.name for entry in entries)
     if target.is_dir() and not (is_model and all(entry.is_file() for entry in entries)):
         raise ConfigError(f"{target} holds more than a model: --force doesn't delete it; give another folder")
 
 
-def _write(saved: _SavedModel, config: Config, form: Form, target: Path, *, trust_remote_code: bool) -> None:
+def _write(
+    saved: _SavedModel, config: Config, form: Form, target: Path, given: UserObjects, adapter: Adapter | None
+) -> None:
     others = {other: saved.tensors[name] for other, name in saved.tied.items()}
     state = ExportedState(config, saved.manifest, {**saved.tensors, **saved.optimizer}) if saved.optimizer else None
     match form:
@@ -461,10 +484,17 @@ def _write(saved: _SavedModel, config: Config, form: Form, target: Path, *, trus
                 else:
                     state.save_torch({**saved.tensors, **others}, file)
         case "hf":
-            model = _build_model(saved, config, trust_remote_code)
+            model = _build_model(saved, config, given)
             tokenizer = tokenizer_of(config.model, config.data.train)
             also = None if state is None else partial(state.save_for_trainer, model=model)
             save_for_transformers(model, model_tensors(model), tensors_of(model), target, tokenizer, also)
+        case "peft":
+            if adapter is None:
+                raise ConfigError("--format peft is for adapters (model.adapter), and this run trained none")
+            with replacing_folder(target) as folder:
+                save_adapter(adapter, saved.tensors, folder)
+                add_tokenizer(tokenizer_of(config.model, config.data.train), folder)
+                checksums.record_folder(folder, {})
         case "dcp":
             assert state is not None
             with replacing_folder(target) as folder:
@@ -479,8 +509,7 @@ def _disk_error(error: BaseException) -> str:
     return str(error)
 
 
-def _build_model(saved: _SavedModel, config: Config, trust_remote_code: bool) -> nn.Module:
-    given = UserObjects(trust_remote_code=trust_remote_code)
+def _build_model(saved: _SavedModel, config: Config, given: UserObjects) -> nn.Module:
     model: Any = make_model(config, facts_of_data(config, given), given)
     if not is_transformers_model(model):
         raise ConfigError(_not_of_transformers(f"a {type(model).__name__}"))

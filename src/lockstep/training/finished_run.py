@@ -125,7 +125,9 @@ def generate_text(
     codec = codec_of(config.model, config.data.train, tokenizer)
     ids = [(codec.turn if chat else codec.encode)(prompt) for prompt in prompts]
     facts = facts_of_data(config, given)
-    meta = build_meta_model(config.model, facts, config.run.seed, trust_remote_code=trust_remote_code)
+    meta = None
+    if config.model.adapter is None:  # else the base is needed
+        meta = build_meta_model(config.model, facts, config.run.seed, trust_remote_code=trust_remote_code)
     if meta is not None:  # without a draw of values that the weights replace
         meta.allocate(torch.device("cpu"))
     model = (make_model(config, facts, given) if meta is None else meta.model).eval()

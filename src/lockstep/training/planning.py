@@ -9,6 +9,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.distributed.memory import memory_if_started
 from lockstep.launch.devices import choose_ranks, count_accelerators, count_cores
 from lockstep.plan.stated_facts import NOT_READ, facts_of_config, sizes_of_config
+from lockstep.training.adapters import lower_frozen
 from lockstep.training.parallelize import check_model
 from lockstep.training.sources import open_sources
 from lockstep.training.user_objects import UserObjects, refuse_given
@@ -53,7 +54,7 @@ def plan_run(
         facts, why = sizes, str(error).splitlines()[0]
         notes = [f"data.train was not read, so the run's length isn't known: {why}."]
         config = config.with_values(run=_LONG)
-    model = sketch_model(config.model, facts, trust_remote_code=trust_remote_code)
+    model = lower_frozen(sketch_model(config.model, facts, trust_remote_code=trust_remote_code), config)
     ranks = choose_ranks(config.launch)
     machine = Machine(memory=memory or memory_here(config, ranks), decision=decision[0], undecided=decision[1])
     plan = make_plan(config, ranks, facts, parameter_facts(model), machine)

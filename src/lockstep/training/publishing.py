@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core import checksums
+from lockstep.core.adapters import ADAPTER_FILE
 from lockstep.core.errors import RunFailed
 from lockstep.core.files import flush, replace_folder, temporary
 from lockstep.distributed.collectives import from_first_rank
@@ -33,7 +34,9 @@ from lockstep.training.weights import (
     FILE,
     INDEX,
     MODEL,
+    add_tokenizer,
     complete_for_transformers,
+    save_adapter,
     shapes_in,
     tokenizer_of,
     write_tensors,
@@ -69,6 +72,8 @@ def publish(session: Session, folder: Callable[[], Path]) -> Path:
         listed = components.tensors
         listed.refuse_incomplete(shapes, listed.shapes, f"{target}: nothing was published: the gathered weights")
         files = plan_files(_groups(state.model, specs), specs)
+        if listed.adapter is not None:
+            files = {ADAPTER_FILE: list(specs)}
         hashes: dict[str, str] = {}
         with evaluation_weights(session):
             for name, names in files.items():
@@ -80,7 +85,7 @@ def publish(session: Session, folder: Callable[[], Path]) -> Path:
     finally:
         if axis.rank == 0:
             shutil.rmtree(new, ignore_errors=True)
-    return target / FILE if len(files) == 1 and not is_transformers_model(state.model) else target
+    return target / FILE if {*files} == {FILE} and not is_transformers_model(state.model) else target
 
 
 def _begin(folder: Callable[[], Path]) -> tuple[Path, Path]:
@@ -143,7 +148,9 @@ def _write(
 
 def write_file(model: Any, expected: ModelTensors, file: Path, tensors: dict[str, Tensor]) -> None:
     """Write a file of the model's tensors, and beside it config.json and others of a transformers model."""
-    if is_transformers_model(model):
+    if expected.adapter is not None:
+        save_adapter(expected.adapter, tensors, file.parent)
+    elif is_transformers_model(model):
         own = file.with_name(f".{file.name}")
         with quiet(), own_classes(model):
             model.save_pretrained(own, state_dict=expected.with_tied_names(tensors), max_shard_size="1000TB")
@@ -165,8 +172,10 @@ def _complete(components: Components, hashes: Mapping[str, str], size: int, new:
             weight_map = {name: file for file in hashes for name in shapes_in(new / file)}
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             (new / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        if is_transformers_model(model):
-            tokenizer = tokenizer_of(components.config.model, components.config.data.train)
+        tokenizer = tokenizer_of(components.config.model, components.config.data.train)
+        if components.tensors.adapter is not None:
+            add_tokenizer(tokenizer, new)
+        elif is_transformers_model(model):
             complete_for_transformers(model, components.tensors, new, target, tokenizer)
         checksums.record_folder(new, hashes)
         for path in (*sorted(new.iterdir()), new):

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _DATA = {
     "fingerprint": "the fingerprint of data.train",
     "samples": "the samples of data.train",
+    "base": "the frozen base of model.adapter",
     "epoch_samples": "the samples of an epoch (those that fill batch.global_size, with data.drop_last)",
 }
 _RUN_KEYS = (
@@ -128,9 +129,9 @@ def changes(manifest: Manifest, config: Config, data: Mapping[str, Any]) -> list
     saved = manifest.state.get("data", {})
     if not any(line.startswith("data.") for line in lines):
         lines += [
-            f"{name}: {saved.get(fact)} then, {data[fact]} now"
+            f"{name}: {saved.get(fact)} then, {data.get(fact)} now"
             for fact, name in _DATA.items()
-            if saved.get(fact) != data[fact]
+            if saved.get(fact) != data.get(fact)
         ]
     return lines
 

@@ -20,12 +20,14 @@ from lockstep.core.records import LANGUAGE_MODEL, DataFacts
 from lockstep.data.custom import ItemReading, adapt_dataset
 from lockstep.data.loader import first_batch
 from lockstep.data.sources import PreparedSource, open_source, renamed_inputs, skipping
+from lockstep.models.adapters import with_adapter
 from lockstep.models.build import build_model, sketch_model
 from lockstep.models.building_objectives import adapt_objective, build_objective, objective_kind, repeats_inputs
 from lockstep.models.heads import Head, head_of, preparation, taking_targets
 from lockstep.models.initialization import generators_keyed
 from lockstep.models.objectives import OF_USERS_MODEL, ModelLoss
 from lockstep.models.parameters import freeze
+from lockstep.models.weight_matching import match_initial_weights
 from lockstep.training.bad_updates import refuse_large_window
 from lockstep.training.checked_objective import CheckedObjective
 from lockstep.training.evaluate import evaluation_named
@@ -64,16 +66,19 @@ def users_model(config: Config, given: UserObjects) -> nn.Module | None:
     settings: Any = getattr(model, "config", None)
     if getattr(settings, "use_cache", False):  # of transformers: a forward of training would copy all keys and values
         settings.use_cache = False
+    model = with_adapter(model, config.model, config.run.seed)
     freeze(model, config.model.freeze)
     return in_training(model)
 
 
 def make_model(config: Config, facts: DataFacts, given: UserObjects) -> nn.Module:
     """Return the model on the CPU, in fp32, with its initial weights."""
-    own = users_model(config, given)
-    if own is not None:
-        return own
-    return build_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)
+    model = users_model(config, given)
+    if model is None:
+        model = build_model(config.model, facts, config.run.seed, trust_remote_code=given.trust_remote_code)
+    if (weights := match_initial_weights(model, config.model)) is not None:
+        weights.put(model)
+    return model
 
 
 def open_sources(config: Config, given: UserObjects, model: nn.Module | None = None) -> Sources:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.models.generation import Sampling, generate
+from lockstep.optim.precision import autocast_context, resolve_compute
 from lockstep.strategies.registry import find_strategy
 from lockstep.training.session import components_of, evaluation_weights
 
@@ -132,7 +133,8 @@ def sample(session: Session, prompt: str) -> str:
     sampling = Sampling(_SAMPLE_TEMPERATURE, seed=config.run.seed)
     options = {"is_whole": plan.mesh.tensor * plan.mesh.context == 1, "synced": shards and plan.mesh.shares > 1}
     try:
-        with evaluation_weights(session):
+        compute, device = resolve_compute(config.precision.compute, components.world.device), components.world.device
+        with evaluation_weights(session), autocast_context(compute, device)():
             model, facts = components.sharding.state.model, components.source.facts
             [text] = continuations(codec, model, [codec.encode(prompt)], _SAMPLE_TOKENS, facts, sampling, **options)
             return prompt + text

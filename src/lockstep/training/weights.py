@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.config.trust import approved
 from lockstep.core import checksums
+from lockstep.core.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Adapter, adapter_of
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import replacing_file, replacing_folder
 from lockstep.core.terminal import command_line
@@ -49,13 +50,13 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     from lockstep.models.weight_files import holds_weights, read_weights
     from lockstep.models.weight_matching import match_weights
 
-    place = folder / MODEL
+    place, adapter = folder / MODEL, adapter_of(model)
     if not holds_weights(place):
         export = f"take its newest checkpoint's: {command_line('lockstep', 'export', folder, '--to', place)}"
         why = "are gone" if is_finished(folder) else "don't exist before it is finished"
         raise ConfigError(f"{folder}: the weights of this run ({Path(MODEL, FILE)}) {why}; {export}")
     try:
-        fit = match_weights(model, read_weights(place))
+        fit = match_weights(model, read_weights(place, adapters=adapter is not None))
         if not fit.whole:
             raise ConfigError(fit.mismatches().rstrip())
     except ConfigError as error:
@@ -91,6 +92,13 @@ def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
     save_file(separate, file, metadata={"format": "pt"})
 
 
+def save_adapter(adapter: Adapter, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write an adapter's tensors, by their names in the model, in peft's format into a folder that exists."""
+    write_tensors({adapter.files[name]: tensor for name, tensor in tensors.items()}, folder / ADAPTER_FILE)
+    config = json.dumps(adapter.config, indent=2, sort_keys=True)
+    (folder / ADAPTER_CONFIG).write_text(f"{config}\n", encoding="utf-8")
+
+
 def save_for_transformers(
     model: Any,
     expected: ModelTensors,
@@ -121,7 +129,6 @@ def complete_for_transformers(
     model: Any, expected: ModelTensors, folder: Path, target: Path, tokenizer: tuple[str, str | None] | None
 ) -> None:
     """Check that transformers has written all of a model to a folder; add its tokenizer. Raises RunFailed."""
-    from lockstep.data.hub import load_tokenizer
     from lockstep.models.transformers_models import never_written
 
     shapes: dict[str, tuple[int, ...]] = {}
@@ -133,8 +140,15 @@ def complete_for_transformers(
         values = json.loads(file.read_text(encoding="utf-8"))  # generation uses the cache, training doesn't
         kept = {key: value for key, value in values.items() if key not in _TRAINING_KEYS}
         file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    add_tokenizer(tokenizer, folder)
+
+
+def add_tokenizer(tokenizer: tuple[str, str | None] | None, folder: Path) -> None:
+    """Add a tokenizer, as of `tokenizer_of`, to a folder, if it is on this machine."""
+    from lockstep.data.hub import load_tokenizer
+
     if tokenizer is not None:
-        with suppress(ConfigError):  # it isn't on this machine
+        with suppress(ConfigError):
             load_tokenizer(*tokenizer).save_pretrained(folder)
 
 
@@ -167,4 +181,7 @@ def tokenizer_of(model: Model, data: DataSource) -> tuple[str, str | None] | Non
 
 def to_rebuild(loaded: LoadedConfig, *, trusted: bool) -> Config:
     """Return the config to build a run's model from again. Raises ConfigError if its code isn't trusted."""
-    return approved(loaded, trusted=trusted).with_values(model={"init_from": None, "init_partial": False})
+    config = approved(loaded, trusted=trusted)
+    if config.model.adapter is not None:  # the base is needed
+        return config
+    return config.with_values(model={"init_from": None, "init_partial": False})

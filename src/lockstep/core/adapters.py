@@ -1,0 +1,40 @@
+"""What is known about a model with an adapter of peft, whose base is frozen, and whose checkpoints hold the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_KEY = "_lockstep_adapter"
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""peft's files of an adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter of a model.
+
+    Attributes:
+        config: Content of peft's `adapter_config.json`.
+        files: Names of tensors in peft's file, by their names in the model.
+        base: Names of the base's tensors before it had the adapter, by their names in the model; also of copies that
+            are trained (`modules_to_save`).
+        frozen: Names in the model of the tensors that neither checkpoints nor exports hold.
+    """
+
+    config: Mapping[str, Any]
+    files: Mapping[str, str]
+    base: Mapping[str, str]
+    frozen: frozenset[str]
+
+
+def adapter_of(model: object) -> Adapter | None:
+    """Return the adapter of a model; None: it has none."""
+    adapter: Adapter | None = vars(model).get(_KEY)
+    return adapter
+
+
+def set_adapter(model: object, adapter: Adapter) -> None:
+    """Note the adapter of a model."""
+    vars(model)[_KEY] = adapter

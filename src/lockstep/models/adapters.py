@@ -1,0 +1,208 @@
+"""Adapters by peft, injected into the model in place: it stays the model that it was, with more layers.
+
+    layers.0.q_proj.weight  -->  layers.0.q_proj.base_layer.weight          frozen, perhaps in bf16
+                                 layers.0.q_proj.lora_A.default.weight      fp32, keyed by seed and name
+                                 layers.0.q_proj.lora_B.default.weight      0: the first loss is the base's
+
+A PeftModel is seen through to the model that it changes in place, so that both have the same names.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable, Container, Iterator, Mapping
+from enum import Enum
+from functools import partial
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from lockstep.config.schema import HuggingFaceModel, LoraAdapter, Model
+from lockstep.core.adapters import Adapter, adapter_of, set_adapter
+from lockstep.core.distribution import pip_install
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.formatting import listed
+from lockstep.models.blocks import repeated_blocks
+from lockstep.models.initialization import generators_keyed
+from lockstep.models.meta_model import MetaModel, in_memory
+
+_TASKS = {
+    "causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "sequence-classification": "SEQ_CLS",
+    "token-classification": "TOKEN_CLS", "question-answering": "QUESTION_ANS",
+}  # fmt: skip
+_NAME = "default"
+_SHOWN = 4
+
+
+def with_adapter(module: nn.Module, section: Model, seed: int) -> nn.Module:
+    """Return the model with the section's adapter, if any, its values keyed; a PeftModel without its wrapper."""
+    module = seen_through(module)
+    if section.adapter is None:
+        return module
+    _inject(module, section)
+    for name, (reset, _) in _resets(module).items():
+        with generators_keyed(seed, "module", name):
+            reset()
+    return module
+
+
+def meta_with_adapter(meta: MetaModel | None, section: Model, seed: int) -> MetaModel | None:
+    """Return the same of a model without values; None if all must be made at once: DoRA starts from the weights."""
+    adapter = section.adapter
+    if adapter is None or meta is None:
+        return meta
+    if adapter.kind == "lora" and adapter.use_dora:
+        return None
+    _inject(meta.model, section)
+    return MetaModel(meta.model, partial(_values, meta, copy.deepcopy(meta.model), seed))
+
+
+def seen_through(module: nn.Module) -> nn.Module:
+    """Return the model that a PeftModel changes in place; any other module as it is."""
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(module, peft.PeftModel):
+        return module
+    if module.active_peft_config.is_prompt_learning:
+        raise ConfigError(Problem("", "model", f"{_PROMPTS}; take a LoRA or IA3 adapter"))
+    wrapper: Any = module
+    model: nn.Module = wrapper.get_base_model()
+    _record(model, wrapper, {_plain(name): tensor for name, tensor in _tensors(model).items()})
+    return model
+
+
+_PROMPTS = "a learned prompt makes the model's sequences longer than the data's, which Lockstep's objectives don't know"
+
+
+def _plain(name: str) -> str:
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+# --- injection ----------------------------------------------------------------------------------------------------
+
+
+def _inject(model: nn.Module, section: Model) -> None:
+    peft = _peft()
+    config, before = _config(peft, model, section), _tensors(model)
+    on_meta = any(tensor.is_meta for tensor in before.values())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about what the config says, too
+            wrapper = peft.get_peft_model(model, config, adapter_name=_NAME, low_cpu_mem_usage=on_meta)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        key = "targets" if "arget" in str(error) else "kind"
+        raise ConfigError(Problem("", f"model.adapter.{key}", f"peft refuses: {_first_line(error)}")) from error
+    config.base_model_name_or_path = section.pretrained if isinstance(section, HuggingFaceModel) else None
+    _record(model, wrapper, before)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise ConfigError(Problem("", "model.adapter", f"needs the extra `peft`: {pip_install('peft')}")) from error
+    return peft
+
+
+def _config(peft: Any, model: nn.Module, section: Model) -> Any:
+    adapter = section.adapter
+    assert adapter is not None
+    task = _TASKS.get(section.task) if isinstance(section, HuggingFaceModel) else None
+    targets: Any = adapter.targets if isinstance(adapter.targets, str | None) else list(adapter.targets)
+    if targets == "all-linear" and not isinstance(section, HuggingFaceModel):
+        targets = _linear_layers(model)
+    given: dict[str, Any] = adapter.model_dump(exclude={"kind", "rank", "alpha", "dropout", "targets"})
+    given = {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
+    if given.get("init_lora_weights") == "uniform":
+        given["init_lora_weights"] = True
+    given = {**given, "modules_to_save": given["modules_to_save"] or None, "target_modules": targets, "task_type": task}
+    if isinstance(adapter, LoraAdapter):
+        return peft.LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, lora_dropout=adapter.dropout, **given)
+    return peft.IA3Config(**given)
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    """Return the names of the linear layers in repeated blocks, or of all if there are none."""
+    blocks = tuple(f"{name}." for name in repeated_blocks(model)) or ("",)
+    return [name for name, child in model.named_modules() if type(child) is nn.Linear and name.startswith(blocks)]
+
+
+def _record(model: nn.Module, wrapper: Any, before: Mapping[str, Tensor]) -> None:
+    """Note the adapter of a model. Raises ConfigError if something is trained that peft's files don't hold."""
+    from peft.utils.save_and_load import get_peft_model_state_dict
+
+    prefix = next(name for name, child in wrapper.named_modules() if child is model) + "."
+    held: dict[str, Any] = {f"{prefix}{name}": name for name in model.state_dict(keep_vars=True)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapter_name = wrapper.active_adapter
+        named = get_peft_model_state_dict(wrapper, held, adapter_name=adapter_name, save_embedding_layers=False)
+    files, old_names = {own: name for name, own in named.items()}, {id(tensor): name for name, tensor in before.items()}
+    tensors, parameters = _tensors(model), dict(model.named_parameters())
+    base = {name: old_names[id(each)] for name, each in tensors.items() if id(each) in old_names and name not in files}
+    for name in files:
+        original = name.replace(f".modules_to_save.{adapter_name}.", ".original_module.")
+        if original != name and original in base:
+            base[name] = base[original]
+    if lost := [name for name, each in parameters.items() if each.requires_grad and name not in files]:
+        why = f"{listed(lost, _SHOWN)}: trained, but no part of the adapter in peft's format; freeze it, or name its "
+        raise ConfigError(Problem("", "model", f"{why}module in modules_to_save"))
+    if changing := [name for name in tensors if name.endswith(".running_mean") and name not in files]:
+        why = f"{listed(changing, _SHOWN)} changes in training, and isn't in peft's format unless its module is named"
+        raise ConfigError(Problem("", "model.adapter.modules_to_save", why))
+    config = {key: sorted(value) if isinstance(value, set) else value for key, value in _plain_config(wrapper).items()}
+    frozen = frozenset(name for name in held.values() if name not in files)
+    set_adapter(model, Adapter(config, files, base, frozen))
+
+
+def _plain_config(wrapper: Any) -> dict[str, Any]:
+    """Return what `save_pretrained` writes."""
+    config: dict[str, Any] = wrapper.peft_config[wrapper.active_adapter].to_dict()
+    plain = {key: value.value if isinstance(value, Enum) else value for key, value in config.items()}
+    return {**plain, "inference_mode": True}
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_buffers()), **dict(model.named_parameters())}
+
+
+# --- values -------------------------------------------------------------------------------------------------------
+
+
+def _resets(model: nn.Module) -> dict[str, tuple[Callable[[], object], nn.Module]]:
+    """Return the functions that set the initial values of the adapter's layers, with these, by name."""
+    from peft.tuners.ia3 import IA3Layer
+    from peft.tuners.lora import LoraLayer
+
+    resets: dict[str, tuple[Callable[[], object], nn.Module]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            given = cast("Any", adapter_of(model)).config["init_lora_weights"]
+            resets[name] = partial(layer.reset_lora_parameters, _NAME, given), cast("nn.Module", layer)
+        elif isinstance(layer, IA3Layer):
+            resets[name] = partial(layer.reset_ia3_parameters, _NAME), cast("nn.Module", layer)
+    return resets
+
+
+def _values(meta: MetaModel, sketch: nn.Module, seed: int, names: Container[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the base's values under their new names, then the adapter's."""
+    adapter = adapter_of(sketch)
+    assert adapter is not None
+    by_old: dict[str, list[str]] = {}
+    for name, old in adapter.base.items():
+        if name in names:
+            by_old.setdefault(old, []).append(name)
+    for old, value in meta.values(by_old):
+        yield from ((name, value) for name in by_old[old])
+    for name, (reset, layer) in _resets(sketch).items():
+        own = {f"{name}.{key}": key for key, _ in layer.named_parameters() if f"{name}.{key}" not in adapter.base}
+        if any(each in names for each in own):
+            shapes = {key: layer.get_parameter(key) for key in own.values()}
+            with in_memory(layer, shapes) as values, generators_keyed(seed, "module", name):
+                reset()
+                yield from ((each, values[key]) for each, key in own.items() if each in names)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,123 @@
+"""The frozen base of an adapter: its dtype at rest, what it is, and how a trained adapter is merged into it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import xxhash
+
+from lockstep.core import checksums
+from lockstep.core.adapters import ADAPTER_FILE, Adapter, adapter_of
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.hub import snapshot
+from lockstep.distributed.collectives import from_first_rank
+from lockstep.models.model_tensors import model_tensors
+from lockstep.optim.precision import resolve_compute
+from lockstep.strategies.registry import AUTO, find_strategy
+from lockstep.training.sources import facts_of_data, make_model
+from lockstep.training.weights import save_adapter, tensors_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from lockstep.checkpoint.manifest import Manifest
+    from lockstep.config.schema import Config, Model
+    from lockstep.core.protocols import Axis
+    from lockstep.training.user_objects import UserObjects
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+
+
+def lower_frozen(model: nn.Module, config: Config, device: torch.device | None = None) -> nn.Module:
+    """Return the model with its frozen parameters in the dtype of `precision.frozen`.
+
+    Args:
+        device: The run's; None, in a plan: one that computes in bf16.
+
+    Raises:
+        ConfigError: They would be in bf16, and the forward computes in fp32.
+    """
+    dtype = _dtype(config, device)
+    for parameter in model.parameters() if dtype is not None else ():
+        if not parameter.requires_grad and parameter.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _dtype(config: Config, device: torch.device | None) -> torch.dtype | None:
+    """Return the dtype that frozen parameters are converted to; None: they stay as they are."""
+    precision, strategy = config.precision, config.parallel.strategy
+    stay = strategy != AUTO and find_strategy(strategy).memory.in_fp32
+    in_fp32 = precision.compute == "fp32" or (device is not None and resolve_compute(precision.compute, device) is None)
+    if precision.frozen == "bf16" and in_fp32:
+        why = "bf16, but the forward computes in fp32, which takes fp32 weights; set precision.compute: bf16, or fp32"
+        raise ConfigError(Problem("", "precision.frozen", why))
+    if precision.frozen == "bf16" and stay:
+        why = f"bf16, but {strategy} keeps all parameters in one dtype; set fp32, or parallel.strategy: fsdp"
+        raise ConfigError(Problem("", "precision.frozen", why))
+    if precision.frozen != "auto":
+        return torch.bfloat16 if precision.frozen == "bf16" else torch.float32
+    return None if config.model.adapter is None or in_fp32 or stay else torch.bfloat16
+
+
+def base_of(section: Model, model: nn.Module, axis: Axis) -> Mapping[str, str | None] | None:
+    """Return what the base of a model's adapter is, for checkpoints, which don't hold it. All ranks together.
+
+    Returns:
+        Repository, revision, and hash of its files, or of its values if code of the user makes it; None: there is no
+        adapter, or all follows from the config's architecture and seed.
+    """
+    adapter = adapter_of(model)
+    place = getattr(section, "pretrained", None) or section.init_from
+    if adapter is None or (place is None and section.kind not in ("custom", "given")):
+        return None
+
+    def find() -> dict[str, str | None]:
+        digest, revision = xxhash.xxh3_128(), None
+        if place is None:
+            tensors = model.state_dict()
+            for name in sorted(adapter.frozen):
+                digest.update(name.encode())
+                digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy())
+        else:
+            path = Path(place).expanduser()
+            folder = path if path.exists() else snapshot(place)
+            revision = folder.name if folder.parent.name == "snapshots" else None
+            for file in [folder] if folder.is_file() else sorted(folder.iterdir()):
+                if file.suffix in _WEIGHTS:
+                    digest.update(f"{file.name} {checksums.hash_of(file)}".encode())
+        return {"repository": place, "revision": revision, "hash": digest.hexdigest()}
+
+    return cast("Mapping[str, str | None]", from_first_rank(axis, find))
+
+
+def adapter_in(manifest: Manifest) -> Adapter | None:
+    """Return the adapter that a checkpoint holds; None: it holds the whole model."""
+    parts = manifest.state.get("data", {}).get("adapter")
+    return None if parts is None else Adapter(parts["config"], parts["files"], {}, frozenset())
+
+
+def merged(config: Config, adapter: Adapter, tensors: Mapping[str, Tensor], given: UserObjects) -> dict[str, Any]:
+    """Return the tensors of the base with the adapter added, and the names of tied ones.
+
+    Args:
+        config: The run's, without the adapter.
+        tensors: The adapter's, by their names in the model.
+    """
+    import peft
+
+    if config.model.kind == "given":
+        why = "--merge builds the base from the config, and this one was passed in Python; export without it, then use "
+        raise ConfigError(f"{why}PeftModel.from_pretrained(model, FOLDER).merge_and_unload()")
+    if config.model.init_from is not None and (Path(config.model.init_from) / ADAPTER_FILE).is_file():
+        config = config.with_values(model={"init_from": None})
+    base = make_model(config, facts_of_data(config, given), given)
+    with tempfile.TemporaryDirectory(prefix="lockstep-merge-") as folder:
+        save_adapter(adapter, tensors, Path(folder))
+        wrapper: Any = peft.PeftModel.from_pretrained(base, folder)
+        model: nn.Module = wrapper.merge_and_unload(safe_merge=True)
+    return {"tensors": tensors_of(model), "tied": model_tensors(model).tied}
