@@ -199,8 +199,10 @@ def test_what_a_run_leaves_is_evaluated_and_generates(trained: Path, capsys: pyt
     ended = json.loads((trained / "summary.json").read_text())["evaluation"]
     assert code == 0
     assert metrics == ended
-    options = {"tokens": 4, "temperature": 0.0, "top_k": None, "seed": 0}
-    assert isinstance(generate_text(trained, "def ", **options, trust_remote_code=False, trust_run=True), str)
+    trust = {"trust_remote_code": False, "trust_run": True}
+    sampling = (0.0, None, 1.0, 0)
+    [text] = generate_text(trained, ["def "], 4, sampling, chat=False, tokenizer=None, **trust)
+    assert isinstance(text, str)
     for command in ("show", "verify", "diff"):
         assert main(["ckpt", command, str(trained), *([str(trained)] if command == "diff" else [])]) == 0
 

@@ -1,4 +1,4 @@
-"""What is known about a model with an adapter of peft, whose base is frozen, and whose checkpoints hold the rest."""
+"""The description of a model's adapter of peft, which checkpoints and exports hold without the frozen base."""
 
 from __future__ import annotations
 
