@@ -210,7 +210,8 @@ def test_features_share_runs_and_none_is_left_out() -> None:
     features = dict(variants("cpu"))["fsdp"]
     together = rounds("fsdp", features)
     assert sorted(name for names in together for name in names) == sorted(features)
-    assert ["accumulation", "activation checkpointing", "chunked loss", "frozen parameters"] in together
+    shared = ["accumulation", "activation checkpointing", "chunked loss", "frozen parameters", "adapters"]
+    assert shared in together
     for names in together:
         found, plain = _leaves(combined("fsdp", names, 2)), _leaves(asked("fsdp", "", 2))
         for name in names:
