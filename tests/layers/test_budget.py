@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 76_955
-MOST_FILES = 466
-MOST_CODE = 46_629
+MOST_LINES = 77_494
+MOST_FILES = 469
+MOST_CODE = 46_927
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
-LARGER_PACKAGES = {"training": 9_228}
+LARGER_PACKAGES = {"training": 9_428}
 MOST_SMALL_FILES = 7
 """Files of less than 60 lines, an `__init__` aside, that one other file imports."""
 MOST_IN_CIRCLES: dict[str, int] = {}
