@@ -308,3 +308,31 @@ def test_keys_without_effect_are_refused(keys: dict[str, Any], values: tuple[str
 def test_messages_are_for_language_models(opened: Opened) -> None:
     with fails(ConfigError, "messages", "seq2seq"):
         opened([{"messages": CHAT}], "", task="seq2seq", label="x")
+
+
+# --- packing --------------------------------------------------------------------------------------------------------
+
+
+def test_packed_conversations_are_whole_and_predict_nothing_of_each_other(opened: Opened) -> None:
+    text = template("chatml", marked=False)
+    rows = [{"messages": CHAT[: 2 * (1 + n % 2)]} for n in range(7)]
+    alone = opened(rows, text, train_on="all")
+    length = int(alone.lengths.max()) * 2
+    packed = opened(rows, text, train_on="all", max_length=length, packed=True)
+    assert packed.facts.samples < len(rows)
+    batch = packed.fetch(np.arange(packed.facts.samples))
+    ids, positions, targets = batch.inputs["input_ids"], batch.inputs["position_ids"], batch.targets
+    assert ids.shape == positions.shape == targets.shape == (packed.facts.samples, length)
+    assert batch.tokens == int(alone.lengths.sum())
+    assert int((targets != -100).sum()) == int((alone.lengths - 1).sum())
+    assert (targets[positions == 0] == -100).all()
+    texts = sorted(opened.text(alone, index) for index in range(7))
+    shown = "".join(opened.tokenizer.decode(row.tolist()) for row in ids).replace("<pad>", "")
+    assert sorted(shown) == sorted("".join(texts))
+    again = opened(rows, text, train_on="all", max_length=length, packed=True)
+    assert again.fetch(np.array([0])).targets.equal(targets[:1])
+
+
+def test_packed_conversations_are_for_models_that_keep_them_apart(opened: Opened) -> None:
+    with fails(ConfigError, "packed"):
+        opened([{"messages": CHAT}], template("chatml", marked=True), task=LANGUAGE_MODEL, packed=True)

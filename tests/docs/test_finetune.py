@@ -68,3 +68,19 @@ def test_the_config_of_the_page_is_one(tmp_path: Path) -> None:
 def test_the_template_of_the_page_is_the_example_s() -> None:
     [template] = [block for block in blocks(PAGE, "text") if "generation" in block]
     assert template.replace("\\n", "\\\\n") in (ROOT / "examples" / "chat_data.py").read_text()
+
+
+def test_packed_conversations_have_the_losses_of_separate_ones(folder: Path) -> None:
+    """One step over all conversations, packed and not: the same targets, so the same loss and gradient."""
+    shown = run_lockstep("data", "show", "chat", "tiny/chat", "--data.train.packed", "true", cwd=folder)
+    samples = int(shown.stdout.split("huggingface: ")[1].split()[0])
+    losses = []
+    for packed, size in (("false", 331), ("true", samples)):
+        run = ("--run.folder", f"packed-{packed}", "--run.steps", "1", "--precision.compute", "fp32", *CPU)
+        batch = ("--data.train.packed", packed, "--batch.global_size", str(size), "--batch.micro_size", "8")
+        done = run_lockstep("train", "chat", "tiny/chat", *run, *batch, "--evaluation.every", "null", cwd=folder)
+        assert done.returncode == 0, done.stderr
+        [row] = [json.loads(line) for line in (folder / f"packed-{packed}" / "metrics.jsonl").read_text().splitlines()]
+        losses.append((row["loss"], row["grad_norm"]))
+    assert samples < 331 / 1.5
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -95,7 +95,7 @@ def test_no_forward_reads_a_mask(name: str, samples: int, monkeypatch: pytest.Mo
 
 
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assemble, "decide_masks", lambda model, sample, *, keeps_masks: (False, nullcontext))
+    monkeypatch.setattr(assemble, "decide_masks", lambda model, sample, **_: (False, nullcontext))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen", "bert", "t5"])

@@ -87,7 +87,8 @@ class HuggingFaceData(Section):
     max_length: Positive = 512
     """Longer samples are truncated to this many tokens. A prompt too long with its completion loses its beginning."""
     packed: bool = False
-    """Language models: join documents and cut full samples, instead of padding."""
+    """Language models: join documents and cut full samples, instead of padding. Whole conversations (`messages`) are
+    put into samples of `max_length`, where none sees another one."""
     mask_probability: Fraction = 0.15
     """Masked language models: fraction of tokens to predict."""
     messages: str | None = None
@@ -107,7 +108,7 @@ class HuggingFaceData(Section):
     """Chats longer than `max_length`: leave out their first turns, or the whole conversation."""
 
     def _contradictions(self) -> Iterator[str]:
-        texts = ("text", "text_pair", "train_on_prompt", "packed")
+        texts = ("text", "text_pair", "train_on_prompt")
         fields, others = type(self).model_fields, CHAT_KEYS if self.messages is None else texts
         if without := [name for name in others if getattr(self, name) != fields[name].default]:
             remedy = "name the column with conversations as `messages`" if self.messages is None else "remove it"

@@ -34,7 +34,7 @@ from lockstep.core.records import Batch, DataFacts
 from lockstep.data import windows
 from lockstep.data.hub import rows_identity, tokenizer_identity
 from lockstep.data.order import Indices
-from lockstep.data.tokens import cached_folder
+from lockstep.data.tokens import Packing, cached_folder, pack
 
 FORMAT = 1
 IGNORED = -100
@@ -235,6 +235,8 @@ def open_chats(rows: Any, tokenizer: Any, section: HuggingFaceData, *, aligned: 
     key = windows.fingerprint("chats", FORMAT, *rows_identity(rows), identity, options, section.max_length)
     work = f"rendering the conversations of {section.name}"
     folder = cached_folder("chats", key, work, partial(_write, rows, Template(tokenizer, section)))
+    if section.packed and not aligned:
+        raise ConfigError("packed conversations are for models of the transformers library; remove packed")
     return ChatSource(folder, tokenizer, section, aligned=aligned)
 
 
@@ -298,6 +300,8 @@ def _chat(section: HuggingFaceData, row: Mapping[str, Any]) -> Chat:
 class ChatSource:
     """Rendered conversations: `lengths` in tokens, `rows` in the dataset, and as text the `changes`, if there are any.
 
+    Packed ones are put into samples, longest first, the same in each epoch (`tokens.pack`).
+
     If `aligned`, for models of the transformers library, targets have the places of their ids, and the objective shifts
     them. Otherwise they have those of the ids before.
     """
@@ -314,14 +318,41 @@ class ChatSource:
         self.fingerprint: str = windows.fingerprint("chats", facts.pop("fingerprint"))
         self._padding = tokenizer.pad_token_id
         self._aligned = aligned
-        self.facts = DataFacts(len(self.rows), None, vocabulary=len(tokenizer), padding=self._padding)
+        self._packing = pack(self._offsets, section.max_length) if section.packed else None
+        samples = self._packing.samples if self._packing else len(self.rows)
+        self.facts = DataFacts(samples, None, vocabulary=len(tokenizer), padding=self._padding)
+        if self._packing:
+            self.fingerprint = windows.fingerprint("packed", self.fingerprint, section.max_length)
         self.changes = _changes(facts, section.max_length)
 
     def fetch(self, indices: Indices) -> Batch:
-        starts, stops = self._offsets[indices], self._offsets[indices + 1]
-        places = [slice(*place) for place in zip(starts, stops, strict=True)]
+        if self._packing:
+            return self._packed(self._packing, indices)
+        places = [slice(self._offsets[index], self._offsets[index + 1]) for index in indices]
         joined = [(self._ids[place].astype(np.int64), self._targets[place].copy()) for place in places]
         return padded_batch(joined, self._padding, aligned=self._aligned)
+
+    def _packed(self, packing: Packing, indices: Indices) -> Batch:
+        """Return samples of several conversations: positions restart in each, by which attention keeps them apart.
+
+        The first id of each has no target: it would be predicted from the conversation before. Padding is one more.
+        """
+        ids = np.full((len(indices), packing.capacity), self._padding, np.int64)
+        targets, positions = np.full_like(ids, IGNORED), np.zeros_like(ids)
+        tokens = 0
+        for row, index in enumerate(indices):
+            end = 0
+            for piece in range(packing.bounds[index], packing.bounds[index + 1]):
+                start, size = packing.starts[piece], packing.lengths[piece]
+                begin, end = end, end + size
+                ids[row, begin:end] = self._ids[start : start + size]
+                positions[row, begin:end] = np.arange(size)
+                marked = np.flatnonzero(self._targets[start + 1 : start + size]) + begin + 1
+                targets[row, marked] = ids[row, marked]
+            positions[row, end:] = np.arange(packing.capacity - end)
+            tokens += int(end)
+        inputs = {"input_ids": torch.from_numpy(ids), "position_ids": torch.from_numpy(positions)}
+        return Batch(inputs, torch.from_numpy(targets), len(indices), tokens)
 
 
 def _changes(counts: Mapping[str, int], longest: int) -> str:

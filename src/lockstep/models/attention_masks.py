@@ -16,26 +16,54 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import Batch, Inputs
 from lockstep.models.transformers_models import is_transformers_model
 
 _MASK = "attention_mask"
 _POSITIONS = "position_ids"
+KEEP_APART = frozenset({
+    "codegen", "cohere", "cohere2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma2",
+    "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite",
+    "granitemoe", "helium", "hunyuan_v1_dense", "llama", "ministral", "mistral", "mixtral", "nemotron", "olmo", "olmo2",
+    "olmo3", "olmoe", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
+    "stablelm", "starcoder2",
+})  # fmt: skip
+"""Types of models that see where samples in a row begin, by their positions: tests compare each with lone samples."""
 Context = Callable[[], AbstractContextManager[object]]
 
 
-def decide_masks(model: nn.Module, sample: Callable[[], Inputs], *, keeps_masks: bool) -> tuple[bool, Context]:
+def refuse_packed(model: nn.Module, key: str, *, divided: bool) -> None:
+    """Raise ConfigError for a model that would see several samples in a row as one.
+
+    Args:
+        divided: Ranks divide sequences.
+    """
+    if divided:
+        why = "true, but ranks that divide sequences (parallel.context) don't keep the samples in them apart"
+        raise ConfigError(Problem("", key, f"{why}; remove one of both"))
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if kind not in KEEP_APART or not type(model).__module__.startswith("transformers.models."):
+        raise ConfigError(Problem("", key, f"true, but {kind} isn't known to keep samples in a row apart; remove it"))
+
+
+def decide_masks(
+    model: nn.Module, sample: Callable[[], Inputs], *, keeps_masks: bool, packs: bool = False
+) -> tuple[bool, Context]:
     """Return whether batches are to pass `without_full_mask`, and what makes the context of each forward.
 
     Args:
         sample: Returns the inputs of a sample. Positions among them may be of several sequences in a row.
         keeps_masks: Whether something else than the model reads masks.
+        packs: Whether training or evaluation data has several samples in a row.
     """
     if not is_transformers_model(model):
         return False, nullcontext
     removed = not keeps_masks and _masks_can_be_removed(model)
     inputs = sample()
-    return removed, partial(masks_of_host, removed=removed, packed=isinstance(inputs, Mapping) and _POSITIONS in inputs)
+    return removed, partial(
+        masks_of_host, removed=removed, packed=packs or (isinstance(inputs, Mapping) and _POSITIONS in inputs)
+    )
 
 
 def _masks_can_be_removed(model: nn.Module) -> bool:

@@ -22,7 +22,7 @@ from lockstep.core.records import DataFacts
 from lockstep.data.loader import TrainingLoader, first_batch
 from lockstep.distributed.rng import seed_everything
 from lockstep.engine.input_names import refuse_unknown_names
-from lockstep.models.attention_masks import decide_masks, without_full_mask
+from lockstep.models.attention_masks import decide_masks, refuse_packed, without_full_mask
 from lockstep.models.build import build_meta_model, build_model, parameter_facts, sketch_model
 from lockstep.models.building_objectives import coupling, lone_samples
 from lockstep.models.heads import head_of
@@ -51,6 +51,7 @@ from lockstep.training.parallelize import (
     consensus_of,
     keyed_draws,
     load_builder,
+    packed_conversations,
     parallelize,
     tensor_plan_of,
 )
@@ -193,7 +194,10 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
     if config.run.determinism == "invariant":
         _refuse_coupled(coupled, objective)
 
-    removed, masks = decide_masks(model, partial(_first_inputs, source), keeps_masks=plan.mesh.context > 1)
+    keeps, packs = plan.mesh.context > 1, packed_conversations(config)
+    for key in packs:
+        refuse_packed(model, key, divided=keeps)
+    removed, masks = decide_masks(model, partial(_first_inputs, source), keeps_masks=keeps, packs=bool(packs))
     if removed:
         source, evaluation = prepared((source, evaluation), without_full_mask)
     tensors, flops = model_tensors(model), training_flops(model, source, world.device)

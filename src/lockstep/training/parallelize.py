@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from lockstep.config.schema import HuggingFaceData
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import Transform
 from lockstep.data.loader import first_batch
@@ -29,6 +30,7 @@ from lockstep.distributed.forward_mode import ForwardMode
 from lockstep.distributed.mesh_position import MeshPosition, mesh_position, stage_pair
 from lockstep.distributed.rng import KeyedDraws
 from lockstep.engine.eager import EagerEngine, call
+from lockstep.models.attention_masks import refuse_packed
 from lockstep.models.blocks import blocks_in_line, repeated_blocks
 from lockstep.models.chunked_loss import ChunkedHeadLoss, chunk_head_loss
 from lockstep.models.objectives import ModelLoss, TargetLoss
@@ -218,11 +220,24 @@ def check_model(model: nn.Module, config: Config, plan: Plan) -> None:
     check = find_strategy(plan.strategy).hooks.check_model
     if check:
         resolved(check)(model, config)
+    for key in packed_conversations(config):
+        refuse_packed(model, key, divided=plan.mesh.context > 1)
     spec = partition_spec(config.parallel.pipeline_parallel, plan.mesh, 0)
     if spec is not None:
         from lockstep.engine.partitioning import check_partition
 
         check_partition(model, blocks_in_line(model, repeated_blocks(model)), spec)
+
+
+def packed_conversations(config: Config) -> list[str]:
+    """Return the keys that put several conversations into a sample."""
+    sections = {"data.train": config.data.train}
+    sections |= {f"data.evaluation.{name}": section for name, section in config.data.evaluation.items()}
+    return [
+        f"{key}.packed"
+        for key, section in sections.items()
+        if isinstance(section, HuggingFaceData) and section.packed and section.messages is not None
+    ]
 
 
 def load_builder(strategy: str, determinism: str = "default") -> Builder:
