@@ -340,6 +340,24 @@ def _named(metric: object) -> object:
     return {"kind": metric} if isinstance(metric, str) else metric
 
 
+Metrics = tuple[Annotated[Metric, BeforeValidator(_named, json_schema_input_type=str | Metric)], ...]
+
+
+class Generation(Section):
+    """Answers that the model generates to the prompts of evaluation sets."""
+
+    tokens: Positive = 128
+    """Most tokens of an answer; it ends with the end token."""
+    metrics: Metrics = ()
+    """Metrics of texts, by torchmetrics: `[exact_match, rouge, bleu]`, or with arguments. Needs the extra `metrics`."""
+    samples: Positive | None = None
+    """Use only the first N samples of each set; null: all."""
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Temperature of the softmax; 0 takes the likeliest token."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens that together have this probability."""
+
+
 class Evaluation(Section):
     """Evaluation on every set of `data.evaluation`."""
 
@@ -349,13 +367,15 @@ class Evaluation(Section):
     """Samples per forward of a rank; auto: as in training."""
     at_end: bool = True
     """Evaluate at the end of the run."""
-    metrics: tuple[Annotated[Metric, BeforeValidator(_named, json_schema_input_type=str | Metric)], ...] = ()
+    metrics: Metrics = ()
     """Further metrics, by torchmetrics: `[f1, auroc]`, or with arguments. Needs the extra `metrics`."""
+    generate: Generation | None = None
+    """Language models: generate answers to the prompts of each set, and compare them with the targets; null: no."""
     prompt: str | None = None
     """Language models: continue this text at the end, and print the result."""
 
     def _contradictions(self) -> Iterator[str]:
-        titles = [metric.title for metric in self.metrics]
+        titles = [metric.title for metric in (*self.metrics, *(self.generate.metrics if self.generate else ()))]
         if twice := next((title for title in titles if titles.count(title) > 1), None):
             yield f"two metrics are called {twice}; give one of them a `name`"
 
@@ -526,8 +546,9 @@ class Config(Section):
             yield "memory.activation_checkpointing.mode budget needs model.compile: true"
         if self.memory.loss_chunk is not None and self.model.compile:
             yield "memory.loss_chunk and model.compile don't go together; leave one out"
-        if self.memory.loss_chunk is not None and self.evaluation.further:
-            yield "evaluation.metrics need all logits, which memory.loss_chunk never has at a time; leave one out"
+        if self.memory.loss_chunk is not None and (self.evaluation.further or self.evaluation.generate):
+            key = "metrics" if self.evaluation.further else "generate"
+            yield f"evaluation.{key} needs all logits, which memory.loss_chunk never has at a time; leave one out"
         if self.run.end_with == "best" and self.checkpoint.best is None:
             yield "run.end_with best needs checkpoint.best: a metric such as held-out.loss"
         if self.checkpoint.best is not None:
@@ -545,7 +566,8 @@ class Config(Section):
             return
         metric = name.removeprefix(f"{max(sets, key=len)}.")
         custom = self.objective.kind in ("custom", "given") or self.model.kind in ("custom", "given")
-        titles = [section.title for section in self.evaluation.further]
+        generated = self.evaluation.generate.metrics if self.evaluation.generate else ()
+        titles = [section.title for section in (*self.evaluation.further, *generated)]
         if not custom and metric not in _METRICS and not metric.startswith((*titles,)):  # several values: rouge1_recall
             yield f"{key}: no evaluation has the metric {metric!r}; {did_you_mean(metric, [*_METRICS, *titles])}"
 

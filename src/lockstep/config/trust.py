@@ -79,7 +79,7 @@ _RULES: Mapping[Callable[[Keys, object], str | None], str] = {
     _code: "model.target objective.target optim.target data.train.target data.train.collate checkpoint.storage.target "
     "monitor.trackers.target monitors.target transforms.target",
     _asks: "model.arguments.* objective.arguments.* optim.arguments.* data.train.arguments.* monitors.arguments.* "
-    "evaluation.metrics.arguments.* "
+    "evaluation.metrics.arguments.* evaluation.generate.metrics.arguments.* "
     "checkpoint.storage.arguments.* monitor.trackers.arguments.* transforms.arguments.* recovery.notice "
     "launch.rendezvous launch.interface",
     _strategy: "parallel.strategy",
@@ -91,6 +91,7 @@ _RULES: Mapping[Callable[[Keys, object], str | None], str] = {
     _word: "launch.job_id data.train.split data.train.configuration parallel.deepspeed.config.* "
     "parallel.tensor_parallel.plan.*",
     _nothing: "description evaluation.prompt evaluation.metrics.kind evaluation.metrics.name "
+    "evaluation.generate.metrics.kind evaluation.generate.metrics.name "
     "model.freeze model.inputs.* data.train.text data.train.text_pair "
     "data.train.label data.train.messages data.train.tools data.train.system data.train.system_column "
     "optim.rules.match parallel.pipeline_parallel.split parallel.fsdp.wrap checkpoint.best "

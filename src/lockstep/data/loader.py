@@ -228,14 +228,20 @@ def first_batch(source: Source, samples: int, device: torch.device | None = None
 
 
 def evaluation_batches(
-    source: Source, micro_size: int, rank: int, ranks: int, options: Loader, device: torch.device
+    source: Source,
+    micro_size: int,
+    rank: int,
+    ranks: int,
+    options: Loader,
+    device: torch.device,
+    first: int | None = None,
 ) -> Iterator[Batch]:
     """Yield this rank's batches of a whole dataset: all ranks have as many, and each sample is in one of them.
 
-    A rank with fewer samples gets padding batches. The draws are the same in every evaluation. Raises ConfigError if
-    there are no samples; RunFailed during iteration.
+    A rank with fewer samples gets padding batches. The draws are the same in every evaluation. `first` takes only as
+    many samples. Raises ConfigError if there are no samples; RunFailed during iteration.
     """
-    samples = _epoch_samples(source.facts.samples, 1, drop_last=False)
+    samples = min(_epoch_samples(source.facts.samples, 1, drop_last=False), first or source.facts.samples)
     requests = (
         FetchRequest(
             np.arange(start, stop) if stop > start else np.zeros(1, np.int64),

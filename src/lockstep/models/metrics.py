@@ -33,9 +33,13 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Axis, EvaluatedObjective
     from lockstep.core.records import Batch
 
-CLASSES, LABELS, NUMBERS, OWN = "classes", "several labels", "numbers", "own"
-"""Kinds of targets: a class each, several labels a sample, numbers, or known only to the user's objective."""
+CLASSES, LABELS, NUMBERS, TEXTS, OWN = "classes", "several labels", "numbers", "texts", "own"
+"""Kinds of targets: a class each, several labels a sample, numbers, texts, or known only to the user's objective."""
 _SHOWN = 8  # classes in a trial
+_TEXTS = ["a text of five words"] * 2
+_ROUGE = ("rouge1", "rouge2", "rougeL")  # rougeLsum splits sentences by data that nltk downloads
+_SEVERAL = ("BLEUScore", "SacreBLEUScore", "CHRFScore", "TranslationEditRate", "ExtendedEditDistance")
+"""Classes with a list of references for each text."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def outcome_of(objective: EvaluatedObjective, batch: Batch, size: int | None) ->
 
 
 class EvaluationMetrics:
-    """The metrics of a run; without any, it does nothing.
+    """The metrics of a run, on outputs or on texts; without any, it does nothing.
 
     Attributes:
         names: Of the values; empty if they depend on the outputs of the user's model.
@@ -77,15 +81,17 @@ class EvaluationMetrics:
         self._metrics = {section.title: _built(section, outcome).to(device) for section in sections}
         self.directions = {name: direction_of(metric) for name, metric in self._metrics.items()}
         self.names: list[str] = []
-        if outcome.size is not None and outcome.kind != OWN:
-            self._try(outcome.size)
+        if outcome.kind == TEXTS or (outcome.size is not None and outcome.kind != OWN):
+            self._try(outcome.size or 1)
 
     def _try(self, many: int) -> None:
         """Compute each once, of made up outputs: arguments that don't fit are refused before the training."""
         rows = min(many, _SHOWN) + 2
-        outputs = torch.rand(rows, many, generator=torch.Generator().manual_seed(0))
-        targets = torch.arange(rows) % many
-        if self._outcome.kind == LABELS:
+        outputs: Any = torch.rand(rows, many, generator=torch.Generator().manual_seed(0))
+        targets: Any = torch.arange(rows) % many
+        if self._outcome.kind == TEXTS:
+            outputs = targets = _TEXTS
+        elif self._outcome.kind == LABELS:
             targets = (torch.arange(rows)[:, None] + torch.arange(many)) % 2
         elif self._outcome.kind == NUMBERS:
             targets = outputs.flip(0) + 0.5
@@ -95,8 +101,8 @@ class EvaluationMetrics:
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    device = metric.device
-                    _update(metric, self._outcome, outputs.to(device), targets.to(device))
+                    trial = (outputs, targets)
+                    self._add(metric, *(x.to(metric.device) if isinstance(x, Tensor) else x for x in trial))
                     self.names += numbers_of(name, metric.compute())
             except Exception as error:  # of many kinds, such as ValueError for an argument
                 raise _refused(name, f"{type(metric).__name__}: {error}") from error
@@ -114,8 +120,30 @@ class EvaluationMetrics:
             return
         predictions, targets = _pairs(objective, self._outcome, full_logits(logits_of(outputs)), batch)
         if batch.samples and targets.numel():
-            for metric in self._metrics.values():
-                _update(metric, self._outcome, predictions, targets)
+            self.add(predictions, targets)
+
+    def add(self, predictions: Any, targets: Any) -> None:
+        """Add probabilities and classes, numbers, or texts and what they should be."""
+        for metric in self._metrics.values():
+            self._add(metric, predictions, targets)
+
+    def _add(self, metric: Any, predictions: Any, targets: Any) -> None:
+        name = type(metric).__name__
+        if self._outcome.kind == CLASSES and name.startswith("Binary"):
+            predictions = predictions[:, 1]
+        elif self._outcome.kind == NUMBERS and self._outcome.size == 1:
+            predictions, targets = predictions.flatten(), targets.flatten()
+        elif name == "SQuAD":
+            predictions = [{"prediction_text": text, "id": str(number)} for number, text in enumerate(predictions)]
+            answers = [{"text": [text], "answer_start": [0]} for text in targets]
+            targets = [{"answers": answer, "id": str(number)} for number, answer in enumerate(answers)]
+        elif name in _SEVERAL:
+            targets = [[text] for text in targets]
+        if name != "MeanMetric":
+            metric.update(predictions, targets)
+            return
+        equal = [text.strip() == wanted.strip() for text, wanted in zip(predictions, targets, strict=True)]
+        metric.update(torch.tensor(equal, dtype=torch.float64))
 
     def values(self, axis: Axis, *, counts: bool) -> tuple[dict[str, float], list[str]]:
         """Return the values over all ranks, and why others can't be computed; then start again. All ranks together.
@@ -145,8 +173,11 @@ def _built(section: Metric, outcome: Outcome) -> Any:
     if name is None:
         raise _refused(section.kind, f"it needs the package torchmetrics: {pip_install('metrics')}")
     part = metric_classes()[name]
-    if (outcome.kind == NUMBERS) != (part == "regression") and outcome.kind != OWN:
-        raise _refused(section.kind, f"{name} is a metric of {part}, and the targets are {outcome.kind}")
+    if outcome.kind == TEXTS and name == "ExactMatch":
+        part, name = "aggregation", "MeanMetric"  # of texts that are equal
+    elif part != {NUMBERS: "regression", TEXTS: "text", OWN: part}.get(outcome.kind, "classification"):
+        remedy = "; for texts, write it in evaluation.generate.metrics" * (part == "text")
+        raise _refused(section.kind, f"{name} is a metric of {part}, and the targets are {outcome.kind}{remedy}")
     kind = getattr(importlib.import_module(f"torchmetrics.{part}"), name)
     accepted = {*inspect.signature(kind.__init__).parameters, *inspect.signature(kind.__new__).parameters}
     arguments = {"sync_on_compute": False, **_arguments(outcome, accepted), **section.arguments}
@@ -158,8 +189,8 @@ def _built(section: Metric, outcome: Outcome) -> Any:
 
 
 def _arguments(outcome: Outcome, accepted: Iterable[str]) -> dict[str, Any]:
-    if outcome.kind == OWN:
-        return {}
+    if outcome.kind in (OWN, TEXTS):
+        return {"rouge_keys": _ROUGE} if "rouge_keys" in accepted else {}
     task = {CLASSES: "binary" if outcome.size == 2 else "multiclass", LABELS: "multilabel"}.get(outcome.kind)
     sizes = {CLASSES: "num_classes", LABELS: "num_labels", NUMBERS: "num_outputs"}
     known = {"task": task, sizes[outcome.kind]: outcome.size}
@@ -179,14 +210,6 @@ def _pairs(objective: EvaluatedObjective, outcome: Outcome, outputs: Tensor, bat
         return torch.softmax(outputs[valid], dim=-1), targets[valid].long()
     targets = targets.reshape(outputs.shape)
     return (outputs, targets.float()) if outcome.kind == NUMBERS else (torch.sigmoid(outputs), targets.long())
-
-
-def _update(metric: Any, outcome: Outcome, predictions: Tensor, targets: Tensor) -> None:
-    if outcome.kind == CLASSES and type(metric).__name__.startswith("Binary"):
-        predictions = predictions[:, 1]
-    elif outcome.kind == NUMBERS and outcome.size == 1:
-        predictions, targets = predictions.flatten(), targets.flatten()
-    metric.update(predictions, targets)
 
 
 def numbers_of(name: str, value: object) -> dict[str, float]:

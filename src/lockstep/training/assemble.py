@@ -40,6 +40,7 @@ from lockstep.plan.plan import make_plan
 from lockstep.plan.schedule import learning_rate
 from lockstep.sharding import ModelState
 from lockstep.training.adapters import base_of, lower_frozen
+from lockstep.training.answers import Answers
 from lockstep.training.checkpoints import checkpoints_in
 from lockstep.training.components import Components, EvaluationParts, Purpose, Rate, UpdateParts
 from lockstep.training.deciding import machine_of
@@ -114,6 +115,9 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
         evaluation=EvaluationParts(
             prepared.evaluation,
             _metrics(config, prepared, world.device),
+            Answers(config, plan, whole.module, prepared.evaluation, world.device)
+            if config.evaluation.generate
+            else None,
             _evaluation_size(config.evaluation.micro_size, prepared, made.position),
             keyed_draws(config, plan, made, world),
         ),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lockstep.plan.plan import Plan
     from lockstep.sharding.buffers import BufferSnapshot
     from lockstep.sharding.context import Sharding
+    from lockstep.training.answers import Answers
     from lockstep.training.readback import Readback
 
 Rate = Callable[[float, int, int | None], float]
@@ -48,6 +49,7 @@ class EvaluationParts:
 
     sets: Mapping[str, Source]
     metrics: EvaluationMetrics
+    answers: Answers | None
     micro_size: int
     draws: KeyedDraws
 

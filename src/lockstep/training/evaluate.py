@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -129,4 +130,8 @@ def _evaluate_on(components: Components, name: str, step: int, stops: Callable[[
     for failure in failures:
         print_once(f"lockstep: {name}: {failure}")
     metrics |= further
+    if parts.answers is not None:
+        voted = partial(stoppable, stops=stops, axis=world.axis) if stops is not None else iter
+        with evaluation_named(name):
+            metrics |= parts.answers.evaluate(components, name, voted)
     return EvaluationReport(name, step, metrics, source.facts.samples, time.perf_counter() - began)

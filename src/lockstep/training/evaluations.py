@@ -140,8 +140,9 @@ class Evaluations:
 
     def _refuse_direction(self, key: str, metric: str, highest: str, lowest: str) -> None:
         """Raise ConfigError if torchmetrics has another direction than the name of a metric shows."""
-        named = components_of(self._session).evaluation.metrics.directions.items()
-        own = next((best for name, best in named if metric.rpartition(".")[2].startswith(name)), None)
+        parts = components_of(self._session).evaluation
+        named = {**parts.metrics.directions, **(parts.answers.metrics.directions if parts.answers else {})}
+        own = next((best for name, best in named.items() if metric.rpartition(".")[2].startswith(name)), None)
         if own is not None and own != known_direction(metric):
             words = highest if own == "highest" else lowest
             raise ConfigError(Problem("", key, f"{metric} is best where it is {own}, unlike its name; write {words}"))
@@ -152,10 +153,10 @@ class Evaluations:
             metrics = list(components.objective.metrics(1.0, 1.0, _AllSums(lambda: 1.0)))
         except Exception:  # a user's objective may need more than these values
             return
-        further = components.evaluation.metrics
+        further, answers = components.evaluation.metrics, components.evaluation.answers
         if not further.names and any(name.rpartition(".")[2].startswith(own) for own in further.directions):
             return  # of a user's objective: known when it is evaluated
-        metrics += further.names
+        metrics += [*further.names, *(answers.metrics.names if answers else ())]
         known = [f"{evaluation}.{metric}" for evaluation in components.evaluation.sets for metric in metrics]
         if name not in known:
             raise ConfigError(Problem("", key, f"no evaluation will have {name}; {did_you_mean(name, known)}"))

@@ -1,0 +1,142 @@
+"""Answers that the model generates to the prompts of an evaluation set, compared with the targets.
+
+inputs   What is 2 + 2 ?  4 END        prompt: what comes before the last run of targets
+targets  .    .  . . . .  4 END        wanted: these targets           --> generate --> answer --> metrics of texts
+
+An encoder's inputs are the prompt. Under strategies that gather weights for a forward, all ranks run as many of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.keys import key
+from lockstep.data.loader import evaluation_batches, first_batch
+from lockstep.distributed.user_collectives import print_once
+from lockstep.models.generation import Sampling, generate
+from lockstep.models.heads import head_of
+from lockstep.models.metrics import TEXTS, EvaluationMetrics, Outcome
+from lockstep.models.objectives import IGNORED
+from lockstep.monitor import metric_log
+from lockstep.optim.precision import autocast_context, resolve_compute
+from lockstep.plan.batch import micro_ranges
+from lockstep.strategies.registry import find_strategy
+from lockstep.training.text import codec_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import nn
+
+    from lockstep.config.schema import Config
+    from lockstep.core.protocols import Source
+    from lockstep.core.records import Batch
+    from lockstep.plan.plan import Plan
+    from lockstep.training.components import Components
+    from lockstep.training.text import Codec
+
+_KEY = "evaluation.generate"
+_ROWS = 8  # shown
+_COLUMNS = ("prompt", "answer", "wanted")
+
+
+class Answers:
+    """Generates the answers of a run; `metrics` compares them."""
+
+    def __init__(
+        self, config: Config, plan: Plan, model: nn.Module, sets: Mapping[str, Source], device: torch.device
+    ) -> None:
+        section = config.evaluation.generate
+        assert section is not None, "answers are wanted"
+        head = head_of(model)
+        if head is None or head.labels not in ("next-token", "seq2seq"):
+            raise ConfigError(
+                Problem("", _KEY, "only language models of the transformers library answer; leave it out")
+            )
+        shards = find_strategy(plan.strategy).variant(config.parallel).state.parameters
+        divided = [axis for axis in ("pipeline", "tensor", "context") if getattr(plan.mesh, axis) > 1]
+        if divided:
+            size = getattr(plan.mesh, divided[0])
+            why = f"no rank can generate with a part of the model, and parallel.{divided[0]} is {size}"
+            raise ConfigError(Problem("", _KEY, f"{why}; write 1, or leave evaluation.generate out"))
+        if shards and head.labels == "seq2seq" and plan.strategy == "fsdp":
+            why = (
+                "generation calls the encoder by itself, and fsdp gathers weights for the whole model; take ddp or zero"
+            )
+            raise ConfigError(Problem("", _KEY, why))
+        data = next(iter(config.data.evaluation.values()), config.data.train)
+        self._section, self._encodes = section, head.labels == "seq2seq"
+        self._codec: Codec = codec_of(config.model, data if data.kind == "huggingface" else config.data.train)
+        self._synced = shards and plan.mesh.shares > 1
+        compute = resolve_compute(config.precision.compute, device)
+        self._autocast = autocast_context(compute, device, keeps_casts=False)
+        for name, source in sets.items():
+            self._prompts(first_batch(source, 1), name)
+        self.metrics = EvaluationMetrics(section.metrics, Outcome(TEXTS, None), device)
+
+    def evaluate(
+        self, components: Components, name: str, voted: Callable[[Iterator[Batch]], Iterator[Batch]]
+    ) -> dict[str, float]:
+        """Return the metrics of the answers on an evaluation set, the same on all ranks; show the first ones.
+
+        Args:
+            voted: Ends the batches, on all ranks, if one was asked to stop.
+        """
+        parts, place, loader = components.evaluation, components.position, components.config.data.loader
+        source, share = parts.sets[name], (place.share, place.shares)
+        samples = min(source.facts.samples, self._section.samples or source.facts.samples)
+        batches = evaluation_batches(source, parts.micro_size, *share, loader, components.world.device, samples)
+        shown: list[tuple[str, str, str]] = []
+        self.metrics.reset()
+        for batch, (first, _) in zip(voted(batches), micro_ranges(samples, parts.micro_size, *share), strict=True):
+            prompts, wanted = self._prompts(batch, name)
+            seed = key(components.config.run.seed, "answers", name, first)
+            sampling = Sampling(self._section.temperature, top_p=self._section.top_p, seed=seed)
+            options: dict[str, Any] = {"end": self._codec.end, "synced": self._synced}
+            with self._autocast():
+                model = components.sharding.state.model
+                made = generate(model, prompts, self._section.tokens, sampling, **options)
+            if batch.samples:
+                answers, texts = [self._codec.decode(ids) for ids in made], [self._codec.decode(ids) for ids in wanted]
+                self.metrics.add(answers, texts)
+                if len(shown) < _ROWS:
+                    shown += zip(map(self._codec.decode, prompts), answers, texts, strict=True)
+        metric_log.table(f"answers/{name}", _COLUMNS, shown[:_ROWS])
+        values, failures = self.metrics.values(components.world.axis, counts=True)
+        for failure in failures:
+            print_once(f"lockstep: {name}: {failure}")
+        return values
+
+    def _prompts(self, batch: Batch, name: str) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the tokens of prompts and of what should follow."""
+        inputs: Any = batch.inputs
+        if "input_ids" not in inputs or batch.targets is None:
+            raise ConfigError(Problem("", _KEY, f"data.evaluation.{name} has no input_ids with labels; leave it out"))
+        ids, targets = inputs["input_ids"].tolist(), batch.targets.tolist()
+        mask = inputs["attention_mask"].tolist() if "attention_mask" in inputs else [[1] * len(row) for row in ids]
+        prompts, wanted = [], []
+        for row, seen, goal in zip(ids, mask, targets, strict=True):
+            if self._encodes:
+                first, last, kept = 0, len(goal), [token for token, valid in zip(row, seen, strict=True) if valid]
+            else:
+                first, last = _last_run(goal)
+                kept = [token for token, valid in zip(row[:first], seen, strict=False) if valid]
+            if not kept:
+                why = f"a sample of data.evaluation.{name} has no prompt before its targets"
+                remedy = "give the set a `label` column, or targets of -100 for the prompt, or leave generate out"
+                raise ConfigError(Problem("", _KEY, f"{why}; {remedy}"))
+            prompts.append(kept)
+            wanted.append([token for token in goal[first:last] if token != IGNORED])
+        return prompts, wanted
+
+
+def _last_run(targets: Sequence[int]) -> tuple[int, int]:
+    """Return where the last run of valid targets begins and ends."""
+    last = next((at + 1 for at in reversed(range(len(targets))) if targets[at] != IGNORED), 0)
+    first = last
+    while first and targets[first - 1] != IGNORED:
+        first -= 1
+    return first, last
