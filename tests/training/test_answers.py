@@ -121,9 +121,10 @@ def test_ranks_with_unequal_numbers_have_the_same_metrics(
 
 
 def test_an_encoder_and_decoder_answers(tmp_path: Path) -> None:
-    settings = config(tmp_path, 40, task="seq2seq", strategy="single")
-    [(metrics, answers)] = in_world(1, _evaluated, settings)
+    [(metrics, answers)] = in_world(1, _evaluated, config(tmp_path, 40, task="seq2seq", strategy="single"))
     _checked(metrics, answers)
+    refused = config(tmp_path, 1, task="seq2seq", strategy="fsdp")
+    assert in_world(2, _refused, refused, ["generate", "encoder", "fsdp"]) == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def _refused(settings: dict[str, Any], values: list[str]) -> bool:
 def test_prompts_are_needed(tmp_path: Path) -> None:
     settings = config(tmp_path, 1, strategy="single")
     settings["data"]["train"].pop("label")  # it is the evaluation's, too
-    with fails(ConfigError, "evaluation.generate", "held-out", "label"), lockstep.session(settings):
+    with fails(ConfigError, "evaluation.generate", "data.evaluation.held-out", "label"), lockstep.session(settings):
         pass
 
 

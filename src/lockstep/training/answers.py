@@ -8,34 +8,28 @@ An encoder's inputs are the prompt. Under strategies that gather weights for a f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.keys import key
-from lockstep.data.loader import evaluation_batches, first_batch
-from lockstep.distributed.user_collectives import print_once
+from lockstep.data.loader import first_batch
 from lockstep.models.generation import Sampling, generate
 from lockstep.models.heads import head_of
 from lockstep.models.metrics import TEXTS, EvaluationMetrics, Outcome
 from lockstep.models.objectives import IGNORED
 from lockstep.monitor import metric_log
 from lockstep.optim.precision import autocast_context, resolve_compute
-from lockstep.plan.batch import micro_ranges
 from lockstep.strategies.registry import find_strategy
 from lockstep.training.text import codec_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
     from torch import nn
 
     from lockstep.config.schema import Config
-    from lockstep.core.protocols import Source
+    from lockstep.core.protocols import Axis, Source
     from lockstep.core.records import Batch
     from lockstep.plan.plan import Plan
-    from lockstep.training.components import Components
     from lockstep.training.text import Codec
 
 _KEY = "evaluation.generate"
@@ -62,11 +56,9 @@ class Answers:
             size = getattr(plan.mesh, divided[0])
             why = f"no rank can generate with a part of the model, and parallel.{divided[0]} is {size}"
             raise ConfigError(Problem("", _KEY, f"{why}; write 1, or leave evaluation.generate out"))
-        if shards and head.labels == "seq2seq" and plan.strategy == "fsdp":
-            why = (
-                "generation calls the encoder by itself, and fsdp gathers weights for the whole model; take ddp or zero"
-            )
-            raise ConfigError(Problem("", _KEY, why))
+        if shards and head.labels == "seq2seq":
+            why = f"generation calls the encoder by itself, and {plan.strategy} gathers weights for the whole model"
+            raise ConfigError(Problem("", _KEY, f"{why}; take ddp or deepspeed with zero_stage 2, or leave it out"))
         data = next(iter(config.data.evaluation.values()), config.data.train)
         self._section, self._encodes = section, head.labels == "seq2seq"
         self._codec: Codec = codec_of(config.model, data if data.kind == "huggingface" else config.data.train)
@@ -77,27 +69,28 @@ class Answers:
             self._prompts(first_batch(source, 1), name)
         self.metrics = EvaluationMetrics(section.metrics, Outcome(TEXTS, None), device)
 
+    def samples_of(self, source: Source) -> int:
+        """Return how many samples of a set are answered."""
+        return min(source.facts.samples, self._section.samples or source.facts.samples)
+
     def evaluate(
-        self, components: Components, name: str, voted: Callable[[Iterator[Batch]], Iterator[Batch]]
-    ) -> dict[str, float]:
-        """Return the metrics of the answers on an evaluation set, the same on all ranks; show the first ones.
+        self, name: str, model: nn.Module, batches: Iterable[Batch], seeds: Iterable[int], axis: Axis
+    ) -> tuple[dict[str, float], list[str]]:
+        """Return the metrics of the answers on a set, the same on all ranks, and why others can't be computed.
+
+        The first answers are logged.
 
         Args:
-            voted: Ends the batches, on all ranks, if one was asked to stop.
+            batches: This rank's; as many on all ranks.
+            seeds: Of the draws in each batch.
         """
-        parts, place, loader = components.evaluation, components.position, components.config.data.loader
-        source, share = parts.sets[name], (place.share, place.shares)
-        samples = min(source.facts.samples, self._section.samples or source.facts.samples)
-        batches = evaluation_batches(source, parts.micro_size, *share, loader, components.world.device, samples)
         shown: list[tuple[str, str, str]] = []
         self.metrics.reset()
-        for batch, (first, _) in zip(voted(batches), micro_ranges(samples, parts.micro_size, *share), strict=True):
+        for batch, seed in zip(batches, seeds, strict=True):
             prompts, wanted = self._prompts(batch, name)
-            seed = key(components.config.run.seed, "answers", name, first)
             sampling = Sampling(self._section.temperature, top_p=self._section.top_p, seed=seed)
             options: dict[str, Any] = {"end": self._codec.end, "synced": self._synced}
             with self._autocast():
-                model = components.sharding.state.model
                 made = generate(model, prompts, self._section.tokens, sampling, **options)
             if batch.samples:
                 answers, texts = [self._codec.decode(ids) for ids in made], [self._codec.decode(ids) for ids in wanted]
@@ -105,10 +98,7 @@ class Answers:
                 if len(shown) < _ROWS:
                     shown += zip(map(self._codec.decode, prompts), answers, texts, strict=True)
         metric_log.table(f"answers/{name}", _COLUMNS, shown[:_ROWS])
-        values, failures = self.metrics.values(components.world.axis, counts=True)
-        for failure in failures:
-            print_once(f"lockstep: {name}: {failure}")
-        return values
+        return self.metrics.values(axis, counts=True)
 
     def _prompts(self, batch: Batch, name: str) -> tuple[list[list[int]], list[list[int]]]:
         """Return the tokens of prompts and of what should follow."""

@@ -13,13 +13,13 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from lockstep.core import heartbeat
 from lockstep.core.errors import UnusableSamples
+from lockstep.core.keys import key
 from lockstep.core.out_of_memory import note_location
 from lockstep.core.records import EvaluationReport
 from lockstep.data.loader import evaluation_batches
@@ -127,11 +127,17 @@ def _evaluate_on(components: Components, name: str, step: int, stops: Callable[[
         print_once(f"lockstep: only the loss of {name} can be computed: {type(error).__name__}: {error}")
         metrics = {"loss": loss_sum / count if count else math.nan}
     further, failures = parts.metrics.values(world.axis, counts=place.reports_loss)
-    for failure in failures:
-        print_once(f"lockstep: {name}: {failure}")
     metrics |= further
     if parts.answers is not None:
-        voted = partial(stoppable, stops=stops, axis=world.axis) if stops is not None else iter
+        samples = parts.answers.samples_of(source)
+        batches = evaluation_batches(source, size, place.share, place.shares, loader, world.device, samples)
+        voted = batches if stops is None else stoppable(batches, stops, world.axis)
+        ranges = micro_ranges(samples, size, place.share, place.shares)
+        seeds = [key(components.config.run.seed, "answers", name, first) for first, _ in ranges]
         with evaluation_named(name):
-            metrics |= parts.answers.evaluate(components, name, voted)
+            answered = parts.answers.evaluate(name, components.sharding.state.model, voted, seeds, world.axis)
+        metrics |= answered[0]
+        failures += answered[1]
+    for failure in failures:
+        print_once(f"lockstep: {name}: {failure}")
     return EvaluationReport(name, step, metrics, source.facts.samples, time.perf_counter() - began)

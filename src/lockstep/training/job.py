@@ -32,6 +32,7 @@ from lockstep.launch.other_launchers import launch_environment
 from lockstep.launch.outside_watch import watched_from_outside
 from lockstep.launch.rank import append
 from lockstep.launch.streams import log_path
+from lockstep.models.generation import Sampling
 from lockstep.monitor import metric_log
 from lockstep.monitor.attempts import last_sign, read_attempts
 from lockstep.monitor.environment import describe
@@ -40,10 +41,11 @@ from lockstep.monitor.folder import CONFIG, ENVIRONMENT, LOGS, SUMMARY, RunFolde
 from lockstep.monitor.metric_log import MetricLog
 from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.profiler import Profiler
+from lockstep.optim.precision import autocast_context, resolve_compute
 from lockstep.resilience.faults import plant
 from lockstep.resilience.memory_faults import Trained
 from lockstep.resilience.signals import run_signals
-from lockstep.strategies.registry import uses_ranks
+from lockstep.strategies.registry import find_strategy, uses_ranks
 from lockstep.training.assemble import assemble
 from lockstep.training.attempt import record_attempt, run_info
 from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
@@ -57,9 +59,12 @@ from lockstep.training.publishing import publish, write_report
 from lockstep.training.resuming import Resume, a_checkpoint_follows
 from lockstep.training.rollbacks import Rollback, leave_out_windows, report_rollbacks, rollbacks_of
 from lockstep.training.run import Results, SaveFailed, run
-from lockstep.training.session import Session, components_of, ledger_of
-from lockstep.training.text import codec_of, sample
+from lockstep.training.session import Session, components_of, evaluation_weights, ledger_of
+from lockstep.training.text import codec_of, continuations
 from lockstep.training.user_objects import UserObjects, transform_names
+
+_SAMPLE_TOKENS = 200
+_SAMPLE_TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +136,7 @@ def run_job(job: Job) -> Finished:
                         raise
                     raise _without_state(failure, session, own_folder) from failure
                 if prompt is not None:
-                    metric_log.text("sample", sample(session, prompt))
+                    metric_log.text("sample", _sample(session, prompt))
                 if results.stopped_early is not None:
                     metric_log.text("early stopping", results.stopped_early)
                 meters.stop()  # and all ranks have, when their logs have been gathered
@@ -329,3 +334,22 @@ def prefix_warnings() -> None:
     logger = logging.getLogger("lockstep")
     if not any(isinstance(handler, _OnStandardError) for handler in logger.handlers):
         logger.addHandler(_OnStandardError(logging.WARNING))
+
+
+def _sample(session: Session, prompt: str) -> str:
+    """Return the prompt with the model's continuation, or with why there is none; all ranks together, same result."""
+    components, config = components_of(session), components_of(session).config
+    codec, plan = codec_of(config.model, config.data.train), components.plan
+    shards = find_strategy(plan.strategy).variant(config.parallel).state.parameters
+    if plan.mesh.pipeline > 1 or (shards and getattr(config.model, "task", "") == "seq2seq"):
+        return f"{prompt}: no rank has the whole model; `lockstep generate` continues it"
+    sampling = Sampling(_SAMPLE_TEMPERATURE, seed=config.run.seed)
+    options = {"is_whole": plan.mesh.tensor * plan.mesh.context == 1, "synced": shards and plan.mesh.shares > 1}
+    try:
+        compute, device = resolve_compute(config.precision.compute, components.world.device), components.world.device
+        with evaluation_weights(session), autocast_context(compute, device)():
+            model, facts = components.sharding.state.model, components.source.facts
+            [text] = continuations(codec, model, [codec.encode(prompt)], _SAMPLE_TOKENS, facts, sampling, **options)
+            return prompt + text
+    except RunFailed as failure:  # must not fail a run that is finished
+        return f"{prompt}: {failure}"

@@ -6,22 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.errors import ConfigError
 from lockstep.models.generation import Sampling, generate
-from lockstep.optim.precision import autocast_context, resolve_compute
-from lockstep.strategies.registry import find_strategy
-from lockstep.training.session import components_of, evaluation_weights
 
 if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.config.schema import DataSource, Model
     from lockstep.core.records import DataFacts
-    from lockstep.training.session import Session
 
 _DEFAULT_CONTEXT = 1024  # tokens, where the data doesn't show the model's
-_SAMPLE_TOKENS = 200
-_SAMPLE_TEMPERATURE = 0.8
 _BY_YOURSELF = "load the weights in `model` of the run's folder into your module, and generate with that"
 _TASKS = ("causal-lm", "seq2seq")
 
@@ -121,22 +115,3 @@ def continuations(
     context = facts.tokens_per_sample or _DEFAULT_CONTEXT
     made = generate(model, prompts, tokens, sampling, context, codec.end, **options)
     return [codec.decode(ids) for ids in made]
-
-
-def sample(session: Session, prompt: str) -> str:
-    """Return the prompt with the model's continuation, or with why there is none; all ranks together, same result."""
-    components, config = components_of(session), components_of(session).config
-    codec, plan = codec_of(config.model, config.data.train), components.plan
-    if plan.mesh.pipeline > 1:
-        return f"{prompt}: no stage of a pipeline has the whole model; `lockstep generate` continues it"
-    shards = find_strategy(plan.strategy).variant(config.parallel).state.parameters
-    sampling = Sampling(_SAMPLE_TEMPERATURE, seed=config.run.seed)
-    options = {"is_whole": plan.mesh.tensor * plan.mesh.context == 1, "synced": shards and plan.mesh.shares > 1}
-    try:
-        compute, device = resolve_compute(config.precision.compute, components.world.device), components.world.device
-        with evaluation_weights(session), autocast_context(compute, device)():
-            model, facts = components.sharding.state.model, components.source.facts
-            [text] = continuations(codec, model, [codec.encode(prompt)], _SAMPLE_TOKENS, facts, sampling, **options)
-            return prompt + text
-    except RunFailed as failure:  # must not fail a run that is finished
-        return f"{prompt}: {failure}"
