@@ -33,6 +33,7 @@ ASKED_BY = {
     "frozen parameters": "model.freeze: ['embedding.*', '*.query.*']",
     "loss parallel": "parallel.tensor_parallel.loss_parallel: true",
     "offload": "parallel.fsdp.cpu_offload: true or parallel.deepspeed.offload_optimizer: cpu",
+    "averaged weights": "optim.ema: {decay: 0.5}",
     "adapters": "model.adapter.kind: lora",
     "packed data": "data.train.kind: tokens and data.train.documents: whole",
     "experts": "model.architecture: {model_type: mixtral}",

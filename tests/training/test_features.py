@@ -36,6 +36,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "optimizer in backward": {"optim": {"name": "sgd", "lr": 0.1, "clip_norm": None, "in_backward": True}},
     "chunked loss": {"memory": {"loss_chunk": 17}},
     "frozen parameters": {"model": {**config(12)["model"], "freeze": ["embedding.*", "*.query.*"]}},
+    "averaged weights": {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "ema": {"decay": 0.5}}},
     "adapters": {"model": {**config(12)["model"], "adapter": {"kind": "lora", "rank": 4}}},
     "loss parallel": {"loss": True},
     "offload": {"offload": True},
@@ -210,7 +211,14 @@ def test_features_share_runs_and_none_is_left_out() -> None:
     features = dict(variants("cpu"))["fsdp"]
     together = rounds("fsdp", features)
     assert sorted(name for names in together for name in names) == sorted(features)
-    shared = ["accumulation", "activation checkpointing", "chunked loss", "frozen parameters", "adapters"]
+    shared = [
+        "accumulation",
+        "activation checkpointing",
+        "chunked loss",
+        "frozen parameters",
+        "averaged weights",
+        "adapters",
+    ]
     assert shared in together
     for names in together:
         found, plain = _leaves(combined("fsdp", names, 2)), _leaves(asked("fsdp", "", 2))

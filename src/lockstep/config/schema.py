@@ -36,6 +36,7 @@ from lockstep.config.training_sections import (
     ProfileConfig,
     Recovery,
     Schedule,
+    WeightAverage,
 )
 from lockstep.core.closest import did_you_mean, hint
 from lockstep.core.metric_names import metric_classes, metric_names, plain
@@ -53,7 +54,7 @@ __all__ = [
     "HuggingFaceData", "HuggingFaceModel", "IA3Adapter", "ImageClassifierModel", "Launch", "Loader",
     "LoraAdapter", "LossScale", "Memory", "Model", "ModelSection", "ObjectiveConfig", "Optim", "Parallel",
     "ParameterRule", "PipelineParallel", "Run", "Schedule", "StdlibFunctions", "StdlibText",
-    "TensorParallelOptions", "TextClassifierModel", "Tokens", "TransformerModel",
+    "TensorParallelOptions", "TextClassifierModel", "Tokens", "TransformerModel", "WeightAverage",
 ]  # fmt: skip
 GIVEN = "given"
 """Stands in a config for an object that is passed in Python."""

@@ -100,6 +100,17 @@ class ParameterRule(Section):
     """Weight decay; null: `optim.weight_decay`."""
 
 
+class WeightAverage(Section):
+    """An exponential moving average of the weights (EMA), used by evaluations and exports."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    """Share of the average that stays at each update."""
+    every: Positive = 1
+    """Steps between two updates of the average."""
+    start: Annotated[int, Field(ge=0)] = 0
+    """Steps before the average begins, as the weights then are."""
+
+
 _OPTIONS = ("betas", "eps", "momentum", "nesterov")
 OPTIONS_OF_NAMED = ("target", "arguments", *_OPTIONS)
 """Keys of `optim` that describe one optimizer, selected by its name."""
@@ -138,7 +149,12 @@ class Optim(Section):
     """Apply each gradient in the backward, and free it. For `single`, without clipping, fp16 and accumulation; a
     gradient that isn't finite ends the run."""
 
+    ema: WeightAverage | None = None
+    """Average the weights; null: no average."""
+
     def _contradictions(self) -> Iterator[str]:
+        if self.in_backward and self.ema is not None:
+            yield "in_backward updates one parameter at a time, and ema averages all of them; leave one of them out"
         yield from _settle_target(self, "name")
         yield from _unused(self, "name", _OPTIONS, "pass it to your optimizer")
         if self.in_backward and self.clip_norm is not None:

@@ -18,6 +18,8 @@ from lockstep.core.formatting import listed
 if TYPE_CHECKING:
     from torch import nn
 
+AVERAGE, AVERAGED_UPDATES = "averaged_weight", "averaged_updates"
+"""Entries of `AveragedOptimizer`, which other optimizers leave out."""
 _CONFIGURED = frozenset({"params", "names", "lr", "lr_scale"})
 
 
@@ -90,6 +92,8 @@ def load_named_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, 
     for name, parameter in named:
         live = optimizer.state[parameter]
         for entry, value in parameters[name].items():
+            if entry in (AVERAGE, AVERAGED_UPDATES):
+                continue
             if isinstance(live.get(entry), Tensor):
                 live[entry].copy_(value)
             elif not isinstance(value, Tensor):

@@ -93,6 +93,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("optimizer in backward", "optim.in_backward", lambda run: run.config.optim.in_backward, _REDUCED_FIRST),
     Feature("chunked loss", "memory.loss_chunk", lambda run: run.config.memory.loss_chunk is not None),
     Feature("frozen parameters", "model.freeze", lambda run: run.frozen > 0),
+    Feature("averaged weights", "optim.ema", lambda run: run.config.optim.ema is not None),
     Feature("adapters", "model.adapter", lambda run: run.config.model.adapter is not None),
     Feature(
         "loss parallel",

@@ -107,6 +107,8 @@ def _place(strategy: Strategy, variant: Variant, state: State, ranks: int) -> Pl
     facts = OPTIMIZERS[state.optim.name]
     unsharded = sum(facts.unsharded_bytes(parameter, state.optim) for parameter in trained)
     optimizer = sum(facts.state_bytes(parameter, state.optim) for parameter in trained) - unsharded
+    if state.optim.ema is not None:
+        optimizer += gradients  # as many bytes
     masters = gradients if sharding.masters else 0
     sizes = [each.elements * 4 if strategy.memory.in_fp32 else each.bytes for each in state.parameters]
     kept = 0

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lockstep.sharding.partition import ModelPartition, Spec
 
 _MODEL, _OPTIMIZER, _EVALUATED = "model.", "optimizer.", "evaluated."
+_AVERAGE = f"{_OPTIMIZER}averaged_weight."  # of an optimizer with an average, which needs no second copy
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -149,7 +150,7 @@ class ModelState:
             raise ConfigError(Problem("", "model", f"{why}: register it in its last shape, or with persistent=False"))
         if recast := [name for name, (dtype, _, now) in begun.items() if now.dtype != dtype]:
             values["recast"] = recast
-        if (train := self.optimizer.evaluate()) is not None:
+        if not any(key.startswith(_AVERAGE) for key in entries) and (train := self.optimizer.evaluate()) is not None:
             entries |= {f"{_EVALUATED}{name}": tensors[name].detach().clone() for name in parameters & tensors.keys()}
             train()
         state = TrainingState(entries, values, changing)

@@ -58,6 +58,9 @@ def _sends(stage: int, update: Update) -> Traffic:
     return update.traffic(gathers=2 * parts if stage == 3 else 1, reduces={1: 2, 2: 2 * parts, 3: parts}[stage])
 
 
+_ENGINE = refused("DeepSpeed's engine updates, and nothing averages beside it; take fsdp, or leave it out")
+
+
 def _zero(stage: int, note: str) -> Variant:
     sharded = (stage > 2, stage > 1, stage > 0, stage > 0)  # parameters, gradients, optimizer, masters
     return Variant(
@@ -67,7 +70,7 @@ def _zero(stage: int, note: str) -> Variant:
         mesh="shards" if stage else "replicas",
         state=StateSharding(note, *sharded, kept_whole="lockstep.config.deepspeed:kept_whole" if stage == 3 else ""),
         sends=partial(_sends, stage),
-        cells={} if stage else {"offload": NONE},
+        cells={"averaged weights": _ENGINE} if stage else {"offload": NONE},
     )
 
 

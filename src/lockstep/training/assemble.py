@@ -32,6 +32,7 @@ from lockstep.models.objectives import ClassifierLoss, TargetLoss
 from lockstep.models.parameters import refuse_parameters
 from lockstep.models.weight_matching import match_initial_weights
 from lockstep.optim.absent import NoOptimizer
+from lockstep.optim.averaging import AveragedOptimizer
 from lockstep.optim.groups import parameter_groups, user_groups
 from lockstep.optim.optimizers import Elementwise, adapt_optimizer, build_elementwise, build_optimizer, custom_optimizer
 from lockstep.optim.precision import LossScaler, resolve_compute, set_tf32
@@ -332,6 +333,13 @@ class ConfiguredOptimizer:
 
     def __call__(self, parameters: Iterable[tuple[str, nn.Parameter]], shards: RowShards | None = None) -> Optimizer:
         """Return the optimizer of these parameters; see `OptimizerFactory`."""
+        parameters = list(parameters)
+        optimizer = self._alone(parameters, shards)
+        if self._optim.ema is None:
+            return optimizer
+        return AveragedOptimizer(optimizer, parameters, self._optim.ema)
+
+    def _alone(self, parameters: Iterable[tuple[str, nn.Parameter]], shards: RowShards | None) -> Optimizer:
         groups = parameter_groups(parameters, self._optim, self._groups)
         if self._make is None:
             return build_optimizer(self._optim, groups, shards, self._compute)

@@ -66,7 +66,8 @@ if TYPE_CHECKING:
 OPTIMIZER = "optimizer."
 _RULES = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 Form = Literal["safetensors", "torch", "hf", "dcp", "peft"]
-_MODEL, _EVALUATED = "model.", "evaluated."  # the latter of an optimizer with modes
+_MODEL = "model."
+_EVALUATED = "evaluated.", "optimizer.averaged_weight."  # of an optimizer with modes, or with an average
 _EXPORTS = "export"
 _FOLDERS = ("hf", "dcp", "peft")
 _FORMS: Mapping[str, Form] = {
@@ -386,12 +387,16 @@ def _read_model(storage: Storage, step: int | None, *, optimizer: bool) -> _Save
         try:
             manifest = read_manifest(storage, name)
             tied = dict(manifest.state.get("sharding", {}).get("tied", {}))
-            wanted = (_MODEL, OPTIMIZER if optimizer else _EVALUATED)  # the former goes with what is trained
+            wanted = (_MODEL, *([OPTIMIZER] if optimizer else _EVALUATED))  # the former goes with what is trained
             read = Reader(storage, name, manifest).tensors(key for key in manifest.tensors if key.startswith(wanted))
-            others = {key: tensor for key, tensor in read.items() if key.startswith(OPTIMIZER)}
+            others = {
+                key: tensor
+                for key, tensor in read.items()
+                if optimizer and key.startswith(OPTIMIZER) and not key.startswith(_EVALUATED)
+            }
             tensors = {
                 key.removeprefix(prefix): tensor
-                for prefix in (_MODEL, _EVALUATED)
+                for prefix in (_MODEL, *(() if optimizer else _EVALUATED))
                 for key, tensor in read.items()
                 if key.startswith(prefix)
             }
