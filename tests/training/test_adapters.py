@@ -207,6 +207,28 @@ def test_what_a_run_leaves_is_evaluated_and_generates(trained: Path, capsys: pyt
         assert main(["ckpt", command, str(trained), *([str(trained)] if command == "diff" else [])]) == 0
 
 
+def test_a_new_head_of_a_classifier_is_trained_and_saved() -> None:
+    bert = {"model_type": "bert", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64}
+    architecture = {**bert, "num_attention_heads": 4, "max_position_embeddings": 64}
+    model = {"kind": "huggingface", "task": "sequence-classification", "architecture": architecture, "adapter": LORA}
+    run = {
+        "model": {
+            **model,
+            "architecture": {**architecture, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0},
+        },
+        "data": {"train": {"kind": "stdlib-functions", "split": "train", "length": 32}},
+        "batch": {"global_size": 8},
+        "precision": {"compute": "fp32"},
+        "run": {"steps": 2},
+    }
+    [expected] = recorded_all([run], 1, 2)
+    assert {name for name in expected.weights if "lora" not in name} == {
+        f"classifier.modules_to_save.default.{name}" for name in ("weight", "bias")
+    }
+    [sharded] = recorded_all([{**run, "parallel": asking_for("fsdp", 2)}], 2, 2)
+    assert differences(sharded, expected) == []
+
+
 def test_an_adapter_is_continued(trained: Path, base: Path, tmp_path: Path) -> None:
     run = of_llama(base, tmp_path)
     run["model"]["adapter"] = {**LORA, "modules_to_save": ["lm_head"]}

@@ -111,7 +111,8 @@ def _state_bytes(prepared: Prepared) -> int | None:
         parameters = describe_model(config.model, facts, trust_remote_code=prepared.trust_remote_code)
     except Failure:  # a login node may lack what the nodes have; there it would be reported
         return None
-    return sum(_BYTES_OF_TRAINED * each.elements if each.trainable else each.bytes for each in parameters)
+    whole = config.model.adapter is None  # else frozen parameters aren't saved
+    return sum(_BYTES_OF_TRAINED * each.elements if each.trainable else each.bytes * whole for each in parameters)
 
 
 def _prepared(words: Sequence[str], world_size: WorldSize) -> Prepared:

@@ -10,6 +10,7 @@ A PeftModel is seen through to the model that it changes in place, so that both 
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -98,6 +99,7 @@ def _inject(model: nn.Module, section: Model) -> None:
 
 
 def _peft() -> Any:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; on a CPU it tells what it lacks
     try:
         import peft
     except ModuleNotFoundError as error:

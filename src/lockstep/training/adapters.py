@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -116,7 +117,8 @@ def merged(config: Config, adapter: Adapter, tensors: Mapping[str, Tensor], give
     if config.model.init_from is not None and (Path(config.model.init_from) / ADAPTER_FILE).is_file():
         config = config.with_values(model={"init_from": None})
     base = make_model(config, facts_of_data(config, given), given)
-    with tempfile.TemporaryDirectory(prefix="lockstep-merge-") as folder:
+    with tempfile.TemporaryDirectory(prefix="lockstep-merge-") as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of its libraries about each other
         save_adapter(adapter, tensors, Path(folder))
         wrapper: Any = peft.PeftModel.from_pretrained(base, folder)
         model: nn.Module = wrapper.merge_and_unload(safe_merge=True)
