@@ -257,6 +257,9 @@ def test_a_peft_model_is_seen_through(tmp_path: Path) -> None:
     before = logits(model).clone()
     lockstep.train(run, model=model)
     assert not torch.equal(logits(model), before)
+    with pytest.raises(ConfigError) as refused:
+        lockstep.train({**run, "model": {"kind": "given", "adapter": LORA}}, model=model)
+    assert gives(str(refused.value), "model.adapter")
     made = export(tmp_path / "run", ExportArguments(to=tmp_path / "adapter"))
     assert (made.form, made.tensors) == ("peft", 4)
     llama().save_pretrained(tmp_path / "base")

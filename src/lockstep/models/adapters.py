@@ -42,6 +42,8 @@ def with_adapter(module: nn.Module, section: Model, seed: int) -> nn.Module:
     module = seen_through(module)
     if section.adapter is None:
         return module
+    if adapter_of(module) is not None:
+        raise ConfigError(Problem("", "model.adapter", "the model that was passed has an adapter; leave this key out"))
     _inject(module, section)
     for name, (reset, _) in _resets(module).items():
         with generators_keyed(seed, "module", name):
