@@ -43,7 +43,7 @@ def test_the_commands_of_the_page(folder: Path) -> None:
     assert gives(printed["data show"], "331 samples")
     assert gives(printed["data show"], "64 samples", "padding")
     assert printed["verify chat"].count("passed") >= 2
-    assert len(list(folder.glob("run-*/model/tokenizer_config.json"))) == 2
+    assert len(list(folder.glob("run-*/model/tokenizer_config.json"))) == 3
 
 
 def test_the_config_that_init_writes_shows_its_conversations(folder: Path) -> None:
