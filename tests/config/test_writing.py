@@ -85,6 +85,7 @@ _COUPLED = {
     *((kind, "init_partial") for kind in schema.ModelSection.__subclasses__()),
     (schema.HuggingFaceModel, "architecture"), (schema.ObjectiveConfig, "kind"), (schema.ObjectiveConfig, "target"),
     (schema.Optim, "nesterov"), (schema.Schedule, "warmup_ratio"), (schema.Schedule, "decay_ratio"),
+    *((schema.Schedule, key) for key in ("kind", "power", "cycles", "milestones", "final_ratio")),
     *((schema.ActivationCheckpointing, key) for key in schema.ActivationCheckpointing.model_fields if key != "mode"),
     (schema.Optim, "in_backward"), (schema.Memory, "loss_chunk"), (schema.Launch, "nodes"),
     (schema.Launch, "rendezvous"),

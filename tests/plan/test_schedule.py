@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kit.failures import fails
 
 from lockstep.config.every import Every
+from lockstep.config.loading import validate
 from lockstep.config.schema import Optim, Run, Schedule
 from lockstep.core.errors import ConfigError
 from lockstep.core.progress import Progress
@@ -255,3 +256,66 @@ def test_a_run_resumed_with_another_global_batch_still_ends_after_its_epochs():
 def test_drop_last_that_leaves_nothing_is_refused():
     with fails(ConfigError, 128, 100, "data.drop_last", "data.drop_last: false", key="batch.global_size"):
         epoch_length(FACTS, 128, True)
+
+
+def _of_transformers(name, steps, **options):
+    import torch
+    import transformers
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK.lr)
+    scheduler = transformers.get_scheduler(name, optimizer, **options)
+    found = []
+    for _ in range(steps):
+        found.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("warmup", [0, 10])
+@pytest.mark.parametrize(
+    ("name", "keys", "options"),
+    [
+        ("cosine_with_restarts", {"kind": "cosine-restarts", "cycles": 3}, {"num_cycles": 3}),
+        ("polynomial", {"kind": "polynomial", "power": 2.0, "final_ratio": 0.2}, {"power": 2.0, "lr_end": 0.1}),
+        ("inverse_sqrt", {"kind": "inverse-sqrt"}, None),
+    ],
+)
+def test_curves_after_the_warmup_are_those_of_transformers(name, keys, options, warmup):
+    length = {} if options is None else {"num_training_steps": 50, "scheduler_specific_kwargs": options}
+    expected = _of_transformers(name, 50, num_warmup_steps=warmup, **length)
+    found = rates(Schedule(warmup_steps=warmup, **keys), 50)[:50]
+    assert found[warmup:] == pytest.approx(expected[warmup:], rel=1e-6)
+
+
+def test_a_piecewise_rate_is_that_of_torch():
+    import torch
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK.lr)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [10, 16], gamma=0.1)
+    expected = []
+    for _ in range(20):
+        expected.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    schedule = Schedule(kind="piecewise", milestones=((0.5, 0.1), (0.8, 0.01)))
+    assert rates(schedule, 20)[:20] == pytest.approx(expected)
+    written = {"kind": "piecewise", "milestones": [[0.5, 0.1], [0.8, 0.01]]}
+    sections = {"model": {"kind": "image-classifier"}, "data": {"train": {"kind": "digits"}}, "run": {"steps": 20}}
+    assert validate({**sections, "schedule": written}).config.schedule == schedule
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"kind": "linear", "power": 2.0}, ["power", "polynomial"]),
+        ({"kind": "cosine", "cycles": 2}, ["cycles", "cosine-restarts"]),
+        ({"kind": "piecewise"}, ["milestones"]),
+        ({"kind": "piecewise", "milestones": ((0.8, 0.1), (0.5, 0.01))}, ["milestones", "rising"]),
+        ({"kind": "inverse-sqrt", "final_ratio": 0.1}, ["final_ratio"]),
+    ],
+)
+def test_options_of_other_curves_are_refused(values, words):
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        Schedule(**values)
+    assert all(word in str(refused.value) for word in words)

@@ -171,7 +171,10 @@ class Optim(Section):
 class Schedule(Section):
     """Learning rate as a function of progress: warmup, then the kind's curve down to `final_ratio` of the peak."""
 
-    kind: Literal["constant", "linear", "cosine", "warmup-stable-decay", "given"] = "cosine"
+    kind: Literal[
+        "constant", "linear", "cosine", "cosine-restarts", "polynomial", "inverse-sqrt", "piecewise",
+        "warmup-stable-decay", "given",
+    ] = "cosine"  # fmt: skip
     """Learning rate after the warmup; `given`: a function passed in Python, which replaces the whole schedule."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     """Steps of warmup; null: see `warmup_ratio`."""
@@ -183,17 +186,36 @@ class Schedule(Section):
     """warmup-stable-decay: fraction of the run that decays, at its end."""
     final_ratio: Fraction = 0.0
     """Final learning rate, as a fraction of the peak."""
+    power: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """polynomial: exponent of the decay."""
+    cycles: Positive = 1
+    """cosine-restarts: number of periods, each from the peak down to `final_ratio`."""
+    milestones: tuple[tuple[Fraction, Fraction], ...] = ()
+    """piecewise: pairs of a fraction of the run, and the learning rate from there on as a fraction of the peak, such as
+    `[[0.5, 0.1], [0.8, 0.01]]`."""
 
     def _contradictions(self) -> Iterator[str]:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             yield "warmup_steps and warmup_ratio set the same thing; keep one"
         if self.kind == "given" and (options := without_effect(self, "kind")):
             yield f"{options} without effect: kind is given, a function that replaces the whole schedule"
+        for key, kinds in _KEYS_OF_CURVES.items():
+            is_set = getattr(self, key) != type(self).model_fields[key].default
+            if is_set and self.kind not in (*kinds, "given"):
+                yield f"{key} is an option of kind {' or '.join(kinds)}; {self.kind} would ignore it"
+        if self.final_ratio and self.kind in ("inverse-sqrt", "piecewise"):
+            yield f"final_ratio {self.final_ratio:g} is without effect: the curve of {self.kind} has no end of its own"
+        shares = [share for share, _ in self.milestones]
+        if self.kind == "piecewise" and (not shares or shares != sorted(set(shares))):
+            yield "piecewise needs milestones with rising fractions of the run, such as [[0.5, 0.1], [0.8, 0.01]]"
         if self.kind == "warmup-stable-decay" and (self.warmup_ratio or 0.0) + self.decay_ratio > 1:
             yield (
                 f"warmup_ratio {self.warmup_ratio} + decay_ratio {self.decay_ratio} is more than the whole run; "
                 f"decay_ratio can be {1 - (self.warmup_ratio or 0.0):g} at most"
             )
+
+
+_KEYS_OF_CURVES = {"power": ("polynomial",), "cycles": ("cosine-restarts",), "milestones": ("piecewise",)}
 
 
 class LossScale(Section):

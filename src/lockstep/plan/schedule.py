@@ -19,6 +19,8 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.progress import Progress
 from lockstep.core.records import DataFacts
 
+_TIMESCALE = 10_000  # updates of inverse-sqrt without a warmup, as in transformers
+
 # --- learning rate ------------------------------------------------------------------------------------------------
 
 
@@ -37,6 +39,10 @@ def learning_rate(optim: Optim, schedule: Schedule, done: float, step: int, step
         constant               1
         linear                 1 - (1 - f) x
         cosine                 f + (1 - f) (1 + cos(pi x)) / 2      Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5
+        polynomial             f + (1 - f) (1 - x)^power                    as transformers' schedules of these names
+        cosine-restarts        the cosine at (x cycles) mod 1; f at the end
+        inverse-sqrt           sqrt(T / (step - W + T)), T = W, or 10,000 without a warmup
+        piecewise              the factor of the last of `milestones` that `done` has reached    torch's MultiStepLR
         warmup-stable-decay    1, then linear to f over the last `decay_ratio` of the whole run
                                                                     Hu et al. 2024, arXiv:2404.06395, section 4
 
@@ -49,7 +55,7 @@ def learning_rate(optim: Optim, schedule: Schedule, done: float, step: int, step
     warmup_steps, warmup_share = _warmup(schedule, done, step, steps) if warms_up else (0.0, 0.0)
     start = 1.0 - schedule.decay_ratio if schedule.kind == "warmup-stable-decay" else warmup_share
     over = min(1.0, max(0.0, (done - start) / (1.0 - start))) if start < 1.0 else 0.0
-    factor = _curve(schedule, over)
+    factor = _curve(schedule, over, done, step - warmup_steps, warmup_steps or _TIMESCALE)
     if step < warmup_steps:
         linear = schedule.warmup_type == "linear"
         rise = (step + 1) / (warmup_steps + 1) if linear else math.log(step + 2) / math.log(warmup_steps + 2)
@@ -68,11 +74,21 @@ def _warmup(schedule: Schedule, done: float, step: int, steps: int | None) -> tu
     return float(schedule.warmup_steps), (min(1.0, done / step * schedule.warmup_steps) if step else 0.0)
 
 
-def _curve(schedule: Schedule, over: float) -> float:
+def _curve(schedule: Schedule, over: float, done: float, later: float, timescale: float) -> float:
+    """Return the factor after the warmup; `later` is updates since its end."""
     final = schedule.final_ratio
-    if schedule.kind == "constant":
-        return 1.0
-    if schedule.kind == "cosine":
+    match schedule.kind:
+        case "constant":
+            return 1.0
+        case "inverse-sqrt":
+            return math.sqrt(timescale / (later + timescale)) if later > 0 else 1.0
+        case "piecewise":
+            return next((factor for share, factor in reversed(schedule.milestones) if done >= share), 1.0)
+        case "polynomial":
+            return final + (1.0 - final) * math.pow(1.0 - over, schedule.power)
+        case "cosine-restarts":
+            over = over * schedule.cycles % 1.0 if over < 1.0 else 1.0
+    if schedule.kind.startswith("cosine"):
         return final + (1.0 - final) * (1.0 + math.cos(math.pi * over)) / 2
     return 1.0 - (1.0 - final) * over
 
