@@ -95,7 +95,7 @@ _COUPLED = {
     (Watchdog, "end_after"), (Watchdog, "end_start_after"),
     *((schema.HuggingFaceData, key) for key in (*CHAT_KEYS, "text", "text_pair", "train_on_prompt", "packed")),
     (BadSamples, "limit"), (BadSamples, "timeout"), (BadNumbers, "rollback_steps"),
-    (schema.Evaluation, "metrics"),
+    (schema.Evaluation, "metrics"), (schema.Evaluation, "generate"),
 }  # fmt: skip
 
 

@@ -282,7 +282,7 @@ def test_several_keys_become_one_setting(words: dict[str, Any], expected: dict[s
 @pytest.mark.parametrize(
     "words",
     [{"neftune_noise_alpha": 5}, {"use_liger_kernel": True}, {"optim": "adamw_8bit"}, {"optim_args": "a=1"},
-     {"lr_scheduler_type": "polynomial"}, {"accelerator_config": {"split_batches": True}}, {"group_by_length": True},
+     {"lr_scheduler_type": "reduce_lr_on_plateau"}, {"accelerator_config": {"split_batches": True}}, {"group_by_length": True},
      {"parallelism_config": {"tp_size": 2}}, {"fsdp": "half_shard"}],
 )  # fmt: skip
 def test_keys_without_a_counterpart_are_listed(words: dict[str, Any], tmp_path: Path) -> None:
@@ -751,7 +751,7 @@ def test_keys_of_nanogpt_are_imported_by_their_meaning(tmp_path: Path) -> None:
         ({"decay_lr": True, "lr_scheduler_type": "linear"}, "not needed", "lr_scheduler_type decides"),
         ({"init_from": "gpt2-xl"}, "to do", "pretrained: gpt2-xl"),
         ({"bias": True, "n_layer": 2}, "to do", "transformer has no biases"),
-        ({"step_size": 30}, "not there", "a schedule with steps is not supported"),
+        ({"step_size": 30}, "not there", "piecewise"),
         ({"gradient_checkpointing": "often"}, "not there", "'often' has no counterpart; true or false"),
         ({"amp_dtype": "bfloat16"}, "taken", ""),
         ({"amp_dtype": "bf16", "use_amp": False}, "not needed", "automatic mixed precision is off"),
