@@ -282,7 +282,8 @@ def test_several_keys_become_one_setting(words: dict[str, Any], expected: dict[s
 @pytest.mark.parametrize(
     "words",
     [{"neftune_noise_alpha": 5}, {"use_liger_kernel": True}, {"optim": "adamw_8bit"}, {"optim_args": "a=1"},
-     {"lr_scheduler_type": "reduce_lr_on_plateau"}, {"accelerator_config": {"split_batches": True}}, {"group_by_length": True},
+     {"lr_scheduler_type": "reduce_lr_on_plateau"}, {"accelerator_config": {"split_batches": True}},
+     {"group_by_length": True},
      {"parallelism_config": {"tp_size": 2}}, {"fsdp": "half_shard"}],
 )  # fmt: skip
 def test_keys_without_a_counterpart_are_listed(words: dict[str, Any], tmp_path: Path) -> None:

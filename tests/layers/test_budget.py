@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 77_915
+MOST_LINES = 77_953
 MOST_FILES = 471
-MOST_CODE = 47_202
+MOST_CODE = 47_228
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
 LARGER_PACKAGES = {"training": 9_611}
