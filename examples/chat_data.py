@@ -1,4 +1,4 @@
-"""Writes conversations about Python's standard library, and a small tokenizer with a chat template.
+"""Writes conversations and preferences about Python's standard library, and a tokenizer with a chat template.
 
     python examples/chat_data.py FOLDER
     lockstep train chat tiny/chat
@@ -63,11 +63,21 @@ def conversations() -> Iterator[list[dict[str, str]]]:
         yield [*system, *ask, *(more if number % 2 else [])]
 
 
+def preferences() -> Iterator[dict[str, list[dict[str, str]]]]:
+    """Yield prompts with two answers: the right one, and another function's."""
+    known = list(functions())
+    for (name, sentence, _), (_, other, _) in zip(known, [*known[1:], known[0]], strict=True):
+        answers = {"chosen": sentence, "rejected": other}
+        messages = {key: [{"role": "assistant", "content": text}] for key, text in answers.items()}
+        yield {"prompt": [{"role": "user", "content": f"What does {name} do?"}], **messages}
+
+
 def main(folder: Path) -> None:
     """Write the files."""
     folder.mkdir(parents=True, exist_ok=True)
     chats = list(conversations())
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    (folder / "preferences.jsonl").write_text("".join(json.dumps(row) + "\n" for row in preferences()))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

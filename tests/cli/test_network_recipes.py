@@ -22,9 +22,9 @@ from lockstep.config.recipes import resolve_all, resolve_recipe
 from lockstep.config.schema import Config
 
 TINY = {"bert-imdb": "tiny/bert", "llama2-wikitext": "tiny/llama2", "llama2-wikitext-zero3": "tiny/llama2"}
-TINY |= {"chat": "tiny/chat", "chat-lora": "tiny/chat", "llama2-lora-wikitext": "tiny/llama2"}
+TINY |= {"chat": "tiny/chat", "chat-lora": "tiny/chat", "dpo": "tiny/dpo", "llama2-lora-wikitext": "tiny/llama2"}
 CLASSES = {"bert-imdb": "BertForSequenceClassification", "llama2-wikitext": "LlamaForCausalLM"}
-CLASSES["llama2-wikitext-zero3"] = CLASSES["chat"] = CLASSES["llama2-wikitext"]
+CLASSES["llama2-wikitext-zero3"] = CLASSES["chat"] = CLASSES["dpo"] = CLASSES["llama2-wikitext"]
 ADAPTERS = ("llama2-lora-wikitext", "chat-lora")
 ROOT = Path(__file__).parents[2]
 KEPT = ("objective", "batch", "optim", "schedule", "precision", "parallel", "memory", "evaluation", "checkpoint")
@@ -37,7 +37,7 @@ RECIPES = [name if "zero" not in name else pytest.param(name, marks=with_deepspe
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_tiny_model_trains_with_the_settings_of_the_recipe(recipe: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    if TINY[recipe] == "tiny/chat":
+    if TINY[recipe] in ("tiny/chat", "tiny/dpo"):
         assert run_script(ROOT / "examples" / "chat_data.py", cwd=tmp_path).returncode == 0
     words = ["train", recipe, TINY[recipe], "--ranks", "2", "--run.steps", "1", "--json", "--run.folder", "run", *CPU]
     summary = output_of(run_lockstep(*words, cwd=tmp_path))

@@ -43,6 +43,7 @@ def test_the_commands_of_the_page(folder: Path) -> None:
     assert gives(printed["data show"], "331 samples")
     assert gives(printed["data show"], "64 samples", "padding")
     assert printed["verify chat"].count("passed") >= 2
+    assert gives(printed["train dpo"], "accuracy", "margin", "rewards chosen")
     assert len(list(folder.glob("run-*/model/tokenizer_config.json"))) == 3
 
 
@@ -62,7 +63,7 @@ def test_the_config_of_the_page_is_one(tmp_path: Path) -> None:
         (tmp_path / "run.yaml").write_text(block)
         train = load([tmp_path / "run.yaml"], environ={}).config.data.train
         assert isinstance(train, HuggingFaceData)
-        assert train.messages == "messages"
+        assert (train.messages, train.rejected) in (("messages", None), ("chosen", "rejected"))
 
 
 def test_the_template_of_the_page_is_the_example_s() -> None:

@@ -38,13 +38,14 @@ ASKS: dict[str, dict[str, Any]] = {
     "frozen parameters": {"model": {**config(12)["model"], "freeze": ["embedding.*", "*.query.*"]}},
     "averaged weights": {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "ema": {"decay": 0.5}}},
     "adapters": {"model": {**config(12)["model"], "adapter": {"kind": "lora", "rank": 4}}},
+    "companion": {"objective": {"kind": "distill", "companion": "initial"}},
     "loss parallel": {"loss": True},
     "offload": {"offload": True},
 }
 UPDATES = 2
 SGD = {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}  # it doesn't blow noise up
 TOLERANCE = {"bf16": 2e-3, "fp16": 2e-4, "muon": 1e-4}  # of the loss, where products round
-ALONE = {*TOLERANCE, "optimizer in backward"}  # the last doesn't go with accumulation
+ALONE = {*TOLERANCE, "optimizer in backward", "companion"}  # they don't go with accumulation, or with a chunked loss
 OPTIMIZERS = 1e-5  # of the loss: most divide a gradient by its size, noise too
 
 

@@ -80,6 +80,9 @@ class HuggingFaceData(Section):
     label: str | None = None
     """Column with the class (a float for regression, a list of 0 and 1 for multi-label), the target text (seq2seq), or
     the completion of the prompt in `text` or `messages` (language models)."""
+    rejected: str | None = None
+    """Pairs of answers, such as for dpo: column with the answer that is rejected; `label` has the chosen one. With `messages`
+    and no `label`, both columns have whole conversations, which begin alike."""
     train_on_prompt: bool = False
     """Language models with `label`: train on the prompt's tokens, too."""
     tokenizer: PathText | None = None
@@ -115,6 +118,11 @@ class HuggingFaceData(Section):
             kind = "chats" if self.messages is None else "texts"
             hint = "; to train on prompts, write train_on: all" if "train_on_prompt" in without else ""
             yield f"{without[0]} is for {kind}; {remedy}{hint}"
+        if self.rejected is not None:
+            if self.messages is None and self.label is None:
+                yield "rejected is one of two answers; name the column with the chosen one as `label`"
+            if self.packed or self.text_pair is not None or self.train_on_prompt or self.train_on == "all":
+                yield "pairs are trained on their answers: remove packed, text_pair, train_on_prompt and train_on: all"
         if self.system is not None and self.system_column is not None:
             yield "system and system_column exclude each other; remove one of them"
 

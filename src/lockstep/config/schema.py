@@ -25,6 +25,7 @@ from lockstep.config.data_sections import (
 from lockstep.config.devices import BackendName, DeviceName
 from lockstep.config.every import Every
 from lockstep.config.training_sections import (
+    PAIRS,
     ActivationCheckpointing,
     BatchConfig,
     LossScale,
@@ -504,7 +505,9 @@ class Run(Section):
             yield f"{many}; give exactly one of steps, samples, tokens, epochs"
 
 
-_METRICS = ("loss", "perplexity", "accuracy", "bits_per_byte")
+_METRICS = (
+    "loss", "perplexity", "accuracy", "bits_per_byte", "margin", "rewards_chosen", "rewards_rejected",
+)  # fmt: skip
 """Metrics of Lockstep's own objectives; which of them a run has is known when it starts."""
 
 
@@ -550,6 +553,8 @@ class Config(Section):
         if self.memory.loss_chunk is not None and (self.evaluation.further or self.evaluation.generate):
             key = "metrics" if self.evaluation.further else "generate"
             yield f"evaluation.{key} needs all logits, which memory.loss_chunk never has at a time; leave one out"
+        for name, source in {"train": self.data.train, **self.data.evaluation}.items():
+            yield from _unpaired(name, source, self.objective.kind)
         if self.run.end_with == "best" and self.checkpoint.best is None:
             yield "run.end_with best needs checkpoint.best: a metric such as held-out.loss"
         if self.checkpoint.best is not None:
@@ -571,6 +576,15 @@ class Config(Section):
         titles = [section.title for section in (*self.evaluation.further, *generated)]
         if not custom and metric not in _METRICS and not metric.startswith((*titles,)):  # several values: rouge1_recall
             yield f"{key}: no evaluation has the metric {metric!r}; {did_you_mean(metric, [*_METRICS, *titles])}"
+
+
+def _unpaired(name: str, source: DataSource, kind: str) -> Iterator[str]:
+    """Yield why an objective and the data of a set don't go together: one has pairs, and the other doesn't."""
+    rejected = getattr(source, "rejected", None)
+    if rejected is not None and kind not in (*PAIRS, "custom", "given"):
+        yield f"data {name}: rejected is for pairs, and objective.kind is {kind}; set one of {', '.join(PAIRS)}"
+    if kind in PAIRS and rejected is None and source.kind not in ("custom", "given"):
+        yield f"data {name}: objective.kind {kind} needs pairs; name the column with the other answer as rejected"
 
 
 def refusal_in_backward(config: Config) -> str | None:

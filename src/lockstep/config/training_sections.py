@@ -71,13 +71,44 @@ def _unused(section: ObjectiveConfig | Optim, selector: str, keys: Iterable[str]
         yield f"{' and '.join(unused)} without effect: {selector} is {selected}; {remedy}"
 
 
+INITIAL = "initial"
+"""The companion that is the model as the run begins."""
+_REFERENCED = ("dpo", "ipo")
+PAIRS = (*_REFERENCED, "orpo", "simpo", "reward")
+"""Objectives of pairs of answers, one chosen and one rejected."""
+_TAKEN_BY = {
+    "beta": ("dpo", "ipo", "orpo", "simpo"),
+    "margin": ("simpo",),
+    "temperature": ("distill",),
+    "soft": ("distill",),
+    "companion": (*_REFERENCED, "distill", "custom", "given"),
+}
+_NOT_SMOOTHED = ("ipo", "orpo", "reward", "distill")
+
+
 class ObjectiveConfig(Section):
     """The objective of the training."""
 
-    kind: Literal["auto", "next-token", "masked-lm", "classification", "seq2seq", "custom", "given"] = "auto"
-    """`auto`: the model's; `given`: an object passed in Python."""
+    kind: Literal[
+        "auto", "next-token", "masked-lm", "classification", "seq2seq", "dpo", "ipo", "orpo", "simpo", "reward",
+        "distill", "custom", "given",
+    ] = "auto"  # fmt: skip
+    """`auto`: the model's; dpo, ipo, orpo, simpo, reward: of pairs of answers (`data.train.rejected`); distill: a
+    teacher's outputs; `given`: an object passed in Python."""
     label_smoothing: Fraction = 0.0
-    """Fraction of a target's probability that is spread over all classes or tokens."""
+    """Fraction of a target's probability that is spread over all classes or tokens; dpo, simpo: probability that the
+    two answers of a pair are swapped."""
+    beta: Annotated[float, Field(gt=0)] | None = None
+    """dpo, ipo, orpo, simpo: strength of the preference's term; null: 0.1, for simpo 2."""
+    margin: Annotated[float, Field(ge=0)] = 1.0
+    """simpo: margin between the rewards of the two answers (gamma)."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """distill: divisor of the logits of model and teacher."""
+    soft: Fraction = 0.5
+    """distill: weight of the divergence from the teacher; the rest is the cross-entropy of the targets."""
+    companion: PathText | None = None
+    """Frozen second model, with outputs that the objective compares with: `initial`, which is the model as the run
+    begins, or a folder or hub name of pretrained weights (transformers). null: dpo and ipo take `initial`."""
     target: PathText | None = None
     """`package.module:Name`, `path/to/file.py:Name` or registered name of a class with `count` and `loss_sum`, or of a
     torch loss such as `CrossEntropyLoss`."""
@@ -87,6 +118,18 @@ class ObjectiveConfig(Section):
     def _contradictions(self) -> Iterator[str]:
         yield from _settle_target(self, "kind")
         yield from _unused(self, "kind", ["label_smoothing"], "smooth in your objective")
+        for name, kinds in _TAKEN_BY.items():
+            if getattr(self, name) != type(self).model_fields[name].default and self.kind not in kinds:
+                yield f"{name} is an option of {' and '.join(kinds)}; {self.kind} would ignore it"
+        if self.label_smoothing and self.kind in _NOT_SMOOTHED:
+            yield f"label_smoothing {self.label_smoothing:g} is not for {self.kind}; remove it"
+        if self.kind == "distill" and self.companion is None:
+            yield "distill needs a teacher: name its folder, or its name on the hub, as companion"
+
+    @property
+    def second_model(self) -> str | None:
+        """The companion in use; None: there is none."""
+        return self.companion or (INITIAL if self.kind in _REFERENCED else None)
 
 
 class ParameterRule(Section):

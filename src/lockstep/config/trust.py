@@ -85,15 +85,17 @@ _RULES: Mapping[Callable[[Keys, object], str | None], str] = {
     _strategy: "parallel.strategy",
     _architecture: "model.architecture.*",
     _variable: "launch.environment.*",
-    _file: "model.init_from model.pretrained data.train.name data.train.tokenizer data.train.chat_template "
-    "data.train.folder run.folder checkpoint.folder parallel.deepspeed.config",  # or a name on the hub, or an address
+    _file: "model.init_from model.pretrained objective.companion data.train.name data.train.tokenizer "
+    "data.train.chat_template data.train.folder run.folder checkpoint.folder "
+    "parallel.deepspeed.config",  # or a name on the hub, or an address
     _address: "monitor.prometheus.address",
     _word: "launch.job_id data.train.split data.train.configuration parallel.deepspeed.config.* "
     "parallel.tensor_parallel.plan.*",
     _nothing: "description evaluation.prompt evaluation.metrics.kind evaluation.metrics.name "
     "evaluation.generate.metrics.kind evaluation.generate.metrics.name "
     "model.freeze model.inputs.* data.train.text data.train.text_pair "
-    "data.train.label data.train.messages data.train.tools data.train.system data.train.system_column "
+    "data.train.label data.train.rejected data.train.messages data.train.tools data.train.system "
+    "data.train.system_column "
     "optim.rules.match parallel.pipeline_parallel.split parallel.fsdp.wrap checkpoint.best "
     "memory.activation_checkpointing.modules monitor.early_stopping.metric profile.steps "
     "launch.nodes",

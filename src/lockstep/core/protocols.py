@@ -65,8 +65,9 @@ class Objective(Protocol):
     An update differentiates `sum of loss_sum / sum of count` over all its micro-batches and ranks, so any
     split of the samples gives the same gradient.
 
-    Three more members are optional: `decomposes` (False if the loss of a batch is not the sum of its samples' losses),
-    `metric_sums` and `metrics`, as in `EvaluatedObjective`.
+    Four more members are optional: `decomposes` (False if the loss of a batch is not the sum of its samples' losses),
+    `metric_sums` and `metrics`, as in `EvaluatedObjective`, and `from_companion`, as in `UsesCompanion`; without it,
+    `batch.companion` has all outputs of a companion.
     """
 
     @abstractmethod
@@ -93,6 +94,18 @@ class EvaluatedObjective(Objective, Protocol):
 
     def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
         """Return the reported metrics, from sums over the whole evaluation set; `loss` is among them."""
+
+
+@runtime_checkable
+class UsesCompanion(Protocol):
+    """An objective that compares the model with a companion, a frozen second model (`objective.companion`)."""
+
+    @abstractmethod
+    def from_companion(self, outputs: Any, batch: Batch) -> Any:
+        """Return what the loss needs of the companion's outputs for a batch: `batch.companion` of `loss_sum`.
+
+        Whatever it returns is kept until the loss is known, so a few numbers are better than logits.
+        """
 
 
 Observe = Callable[["EvaluatedObjective", object, "Batch"], None]

@@ -45,6 +45,7 @@ class Batch:
         samples: 0 marks padding, which is computed so that all ranks call the same collectives, and has no weight.
         tokens: Without padding; for data without tokens, samples.
         left_out: Samples that belong to the micro-batch and are not in it.
+        companion: What the objective keeps of the companion's outputs; None: there is no companion.
     """
 
     inputs: Inputs
@@ -52,6 +53,7 @@ class Batch:
     samples: int
     tokens: int
     left_out: tuple[LeftOutSample, ...] = ()
+    companion: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class DataFacts:
         vocabulary: Number of token ids, if there are tokens.
         bytes_per_token: Mean, if tokens stand for text.
         padding: Token id of padding, if a tokenizer has one.
+        pairs: Whether a sample is two rows of a batch: a chosen and a rejected answer.
     """
 
     samples: int
@@ -97,6 +100,7 @@ class DataFacts:
     classes: int | None = None
     bytes_per_token: float | None = None
     padding: int | None = None
+    pairs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

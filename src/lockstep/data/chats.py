@@ -18,8 +18,8 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,15 +143,23 @@ class Template:
         self.section = section
         self._added = set(tokenizer.added_tokens_decoder)
 
-    def render(self, chat: Chat) -> Rendered | None:
-        """Return a conversation with at most `max_length` tokens; None if it is too long. Raises ValueError."""
+    def render(self, chats: Sequence[Chat]) -> list[Rendered] | None:
+        """Return the conversations of a sample, each with at most `max_length` tokens, and the same turns cut.
+
+        Returns:
+            None if one is too long.
+
+        Raises:
+            ValueError: A conversation can't be rendered.
+        """
         cut = 0
-        while len(ids := self._ids(chat.messages, chat)) > self.section.max_length:
-            shorter = chat.without_first_turn() if self.section.too_long == "cut" else None
-            if shorter is None:
+        while max(map(len, texts := [self._ids(chat.messages, chat) for chat in chats])) > self.section.max_length:
+            shorter = [chat.without_first_turn() if self.section.too_long == "cut" else None for chat in chats]
+            if None in shorter:
                 return None
-            chat, cut = shorter, cut + 1
-        return Rendered(np.array(ids, np.uint32), self._targets(chat, ids), cut)
+            chats, cut = [chat for chat in shorter if chat is not None], cut + 1
+        pairs = zip(chats, texts, strict=True)
+        return [Rendered(np.array(ids, np.uint32), self._targets(chat, ids), cut) for chat, ids in pairs]
 
     def _targets(self, chat: Chat, ids: list[int]) -> NDArray[np.bool_]:
         """Return which ids are targets, by `train_on`, the prompt and the messages' weights. Raises ValueError."""
@@ -223,13 +231,15 @@ class Template:
 # --- the source -----------------------------------------------------------------------------------------------------
 
 
-def open_chats(rows: Any, tokenizer: Any, section: HuggingFaceData, *, aligned: bool) -> ChatSource:
+def open_chats(
+    rows: Any, tokenizer: Any, section: HuggingFaceData, *, aligned: bool, classes: int | None = None
+) -> ChatSource:
     """Return the source of a dataset's conversations, rendered once for all ranks and runs. Raises ConfigError."""
     if not tokenizer.chat_template:
         where = f"tokenizer {tokenizer.name_or_path} has no chat template"
         raise ConfigError(f"{where}; name the file of one as chat_template, or a tokenizer that has one as tokenizer")
     options = section.model_dump(
-        include={"messages", "label", "tools", "system", "system_column", "train_on", "too_long"}
+        include={"messages", "label", "rejected", "tools", "system", "system_column", "train_on", "too_long"}
     )
     identity = tokenizer_identity(tokenizer), tokenizer.chat_template, sorted(tokenizer.special_tokens_map.items())
     key = windows.fingerprint("chats", FORMAT, *rows_identity(rows), identity, options, section.max_length)
@@ -237,33 +247,34 @@ def open_chats(rows: Any, tokenizer: Any, section: HuggingFaceData, *, aligned: 
     folder = cached_folder("chats", key, work, partial(_write, rows, Template(tokenizer, section)))
     if section.packed and not aligned:
         raise ConfigError("packed conversations are for models of the transformers library; remove packed")
-    return ChatSource(folder, tokenizer, section, aligned=aligned)
+    return ChatSource(folder, tokenizer, section, aligned=aligned, classes=classes)
 
 
 def _write(rows: Any, template: Template, folder: Path, show: Callable[[str], None]) -> None:
     offsets, numbers, cut, left_out, untargeted = [0], [], 0, 0, 0
     digest = hashlib.blake2b(digest_size=16)
     with (folder / "ids").open("wb") as ids, (folder / "targets").open("wb") as targets:
-        for number, chat in enumerate(_chats(rows, template.section)):
+        for number, chats in enumerate(_chats(rows, template.section)):
             if number % _SHOWN_EVERY == 0:
                 show(f"{number:,} of {len(rows):,} conversations")
             try:
-                rendered = template.render(chat())
+                rendered = template.render(chats())
             except ValueError as error:
                 where = f"dataset {template.section.name}, split {template.section.split}, row {number + 1:,}"
                 raise ConfigError(f"{where}: {error}") from error
             if rendered is None:
                 left_out += 1
                 continue
-            if not rendered.targets[1:].any():  # nothing predicts the first
+            if not all(each.targets[1:].any() for each in rendered):  # nothing predicts the first
                 untargeted += 1
                 continue
-            cut += rendered.turns_cut > 0
+            cut += rendered[0].turns_cut > 0
             numbers.append(number)
-            offsets.append(offsets[-1] + len(rendered.ids))
-            for file, values in ((ids, rendered.ids), (targets, rendered.targets)):
-                file.write(values.data)
-                digest.update(values.data)
+            for each in rendered:
+                offsets.append(offsets[-1] + len(each.ids))
+                for file, values in ((ids, each.ids), (targets, each.targets)):
+                    file.write(values.data)
+                    digest.update(values.data)
     counts = {"rows": len(rows), "cut": cut, "left_out": left_out, "untargeted": untargeted}
     if not numbers:
         why = f"{left_out:,} are longer than max_length {template.section.max_length}, {untargeted:,} have no targets"
@@ -276,11 +287,25 @@ def _write(rows: Any, template: Template, folder: Path, show: Callable[[str], No
     (folder / "facts.json").write_text(json.dumps({**counts, "fingerprint": digest.hexdigest()}))
 
 
-def _chats(rows: Any, section: HuggingFaceData) -> Iterator[Callable[[], Chat]]:
+def _chats(rows: Any, section: HuggingFaceData) -> Iterator[Callable[[], list[Chat]]]:
     for batch in rows.iter(batch_size=_SHOWN_EVERY):
         names = list(batch)
         for values in zip(*batch.values(), strict=True):
-            yield partial(_chat, section, dict(zip(names, values, strict=True)))
+            yield partial(_chats_of, section, dict(zip(names, values, strict=True)))
+
+
+def _chats_of(section: HuggingFaceData, row: Mapping[str, Any]) -> list[Chat]:
+    """Return a row's conversation, or the chosen and the rejected one. Raises ValueError."""
+    if section.rejected is None:
+        return [_chat(section, row)]
+    other = section.messages if section.label is None else section.label
+    chosen, rejected = _chat(section, row), _chat(section, {**row, str(other): row[section.rejected]})
+    if section.label is None:
+        pairs = zip(chosen.messages, rejected.messages, strict=False)
+        same = next((n for n, (left, right) in enumerate(pairs) if left != right), None)
+        prompt = min(len(chosen.messages), len(rejected.messages)) if same is None else same
+        return [replace(chosen, prompt=prompt), replace(rejected, prompt=prompt)]
+    return [chosen, rejected]
 
 
 def _chat(section: HuggingFaceData, row: Mapping[str, Any]) -> Chat:
@@ -300,7 +325,8 @@ def _chat(section: HuggingFaceData, row: Mapping[str, Any]) -> Chat:
 class ChatSource:
     """Rendered conversations: `lengths` in tokens, `rows` in the dataset, and as text the `changes`, if there are any.
 
-    Packed ones are put into samples, longest first, the same in each epoch (`tokens.pack`).
+    A pair is one sample, with the chosen conversation in one row of a batch, and the rejected one in the next. Packed
+    ones are put into samples, longest first, the same in each epoch (`tokens.pack`).
 
     If `aligned`, for models of the transformers library, targets have the places of their ids, and the objective shifts
     them. Otherwise they have those of the ids before.
@@ -308,7 +334,9 @@ class ChatSource:
 
     draws = False
 
-    def __init__(self, folder: Path, tokenizer: Any, section: HuggingFaceData, *, aligned: bool) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: Any, section: HuggingFaceData, *, aligned: bool, classes: int | None = None
+    ) -> None:
         self._ids = np.memmap(folder / "ids", np.uint32, "r").view(np.ndarray)
         self._targets = np.memmap(folder / "targets", np.bool_, "r").view(np.ndarray)
         self._offsets = np.load(folder / "offsets.npy")
@@ -320,7 +348,9 @@ class ChatSource:
         self._aligned = aligned
         self._packing = pack(self._offsets, section.max_length) if section.packed else None
         samples = self._packing.samples if self._packing else len(self.rows)
-        self.facts = DataFacts(samples, None, vocabulary=len(tokenizer), padding=self._padding)
+        pairs, size = section.rejected is not None, len(tokenizer)
+        self._per_sample = 2 if pairs else 1
+        self.facts = DataFacts(samples, None, vocabulary=size, classes=classes, padding=self._padding, pairs=pairs)
         if self._packing:
             self.fingerprint = windows.fingerprint("packed", self.fingerprint, section.max_length)
         self.changes = _changes(facts, section.max_length)
@@ -328,9 +358,10 @@ class ChatSource:
     def fetch(self, indices: Indices) -> Batch:
         if self._packing:
             return self._packed(self._packing, indices)
-        places = [slice(self._offsets[index], self._offsets[index + 1]) for index in indices]
+        texts = (indices[:, None] * self._per_sample + np.arange(self._per_sample)).reshape(-1)
+        places = [slice(self._offsets[text], self._offsets[text + 1]) for text in texts]
         joined = [(self._ids[place].astype(np.int64), self._targets[place].copy()) for place in places]
-        return padded_batch(joined, self._padding, aligned=self._aligned)
+        return padded_batch(joined, self._padding, len(indices), aligned=self._aligned)
 
     def _packed(self, packing: Packing, indices: Indices) -> Batch:
         """Return samples of several conversations: positions restart in each, by which attention keeps them apart.
@@ -365,7 +396,7 @@ def _changes(counts: Mapping[str, int], longest: int) -> str:
     return f"of {counts['rows']:,} conversations, {'; '.join(parts)}" if parts else ""
 
 
-def padded_batch(rows: list[tuple[Any, Any]], padding: int, *, aligned: bool) -> Batch:
+def padded_batch(rows: list[tuple[Any, Any]], padding: int, samples: int, *, aligned: bool) -> Batch:
     """Return rows of (ids, which are targets), padded on the right; `aligned` as for `ChatSource`."""
     width = max(len(ids) for ids, _ in rows)
     ids = torch.full((len(rows), width), padding)
@@ -376,8 +407,8 @@ def padded_batch(rows: list[tuple[Any, Any]], padding: int, *, aligned: bool) ->
         targets[row, :size] = torch.where(torch.as_tensor(marked), joined, IGNORED)
     tokens = int(mask.sum())
     if aligned:
-        return Batch({"input_ids": ids, "attention_mask": mask}, targets, len(rows), tokens)
-    return Batch({"tokens": ids}, following(targets), len(rows), tokens)
+        return Batch({"input_ids": ids, "attention_mask": mask}, targets, samples, tokens)
+    return Batch({"tokens": ids}, following(targets), samples, tokens)
 
 
 def following(targets: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,7 @@ def _of_parquet(path: Path) -> Mapping[str, Any]:
 def columns_of(section: HuggingFaceData) -> list[str]:
     """Return the columns that a section reads."""
     texts = (section.text, section.text_pair) if section.messages is None else (section.messages,)
-    named = (*texts, section.label, section.tools, section.system_column)
+    named = (*texts, section.label, section.rejected, section.tools, section.system_column)
     return [column for column in named if column is not None]
 
 

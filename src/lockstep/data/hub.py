@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.schema import Config, HuggingFaceData, HuggingFaceModel
+from lockstep.config.training_sections import INITIAL
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
 from lockstep.core.hub import is_connected, missing, needs_hub, snapshot
@@ -169,10 +170,11 @@ def fetch(config: Config) -> Iterator[str]:
         return
     if not is_connected():
         raise ConfigError("the hub does not answer (no network, or HF_HUB_OFFLINE is set), so nothing can be fetched")
-    if pretrained is not None and _is_remote(pretrained):
-        _library("transformers")
-        snapshot(pretrained)
-        yield f"model {pretrained}"
+    for model in dict.fromkeys((pretrained, _companion(config))):
+        if model is not None and _is_remote(model):
+            _library("transformers")
+            snapshot(model)
+            yield f"model {model}"
     for name in dict.fromkeys(section.tokenizer or pretrained for section in sections):
         if name is not None and _is_remote(name):
             load_tokenizer(name)
@@ -186,7 +188,12 @@ def fetch(config: Config) -> Iterator[str]:
 def names_hub(config: Config) -> bool:
     """Return whether the run uses anything from the hub or its cache by name."""
     pretrained, sections = huggingface_sections(config)
-    names = [pretrained, *(section.name for section in sections), *(section.tokenizer for section in sections)]
+    names = [
+        pretrained,
+        _companion(config),
+        *(section.name for section in sections),
+        *(section.tokenizer for section in sections),
+    ]
     return any(name is not None and _is_remote(name) for name in names)
 
 
@@ -195,6 +202,10 @@ def huggingface_sections(config: Config) -> tuple[str | None, list[HuggingFaceDa
     pretrained = config.model.pretrained if isinstance(config.model, HuggingFaceModel) else None
     sections = (config.data.train, *config.data.evaluation.values())
     return pretrained, [section for section in sections if isinstance(section, HuggingFaceData)]
+
+
+def _companion(config: Config) -> str | None:
+    return None if config.objective.companion == INITIAL else config.objective.companion
 
 
 def _is_remote(name: str) -> bool:

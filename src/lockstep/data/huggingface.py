@@ -7,6 +7,7 @@
                                                                 label column, the completion's; of `messages`, the
                                                                 assistant's (`chats`)
     masked-lm                  the same, some ids hidden        the hidden ids
+    the same, with `rejected`  two rows for each sample         the answers' ids (`preferences`)
     sequence-classification    the same                         classes [samples]; numbers; [samples, classes]
     seq2seq                    the same                         the ids of the target text
     language-model (Lockstep)  tokens                           the next ids; with a label column, of the completion
@@ -56,8 +57,9 @@ _LOG = logging.getLogger("lockstep.data")
 FORMAT = 3
 _COMPLETED = ("causal-lm", LANGUAGE_MODEL)
 _NEEDS_LABEL = {"sequence-classification": "the class", "seq2seq": "the target text"}
+_REWARDS = "sequence-classification"
 _FINGERPRINT_ROWS = 256
-_NOT_CONTENT = ("name", "tokenizer", "split", "configuration", "train_on_prompt")
+_NOT_CONTENT = ("name", "tokenizer", "split", "configuration", "train_on_prompt", "rejected")
 
 
 def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: str | None) -> Source:
@@ -73,21 +75,24 @@ def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: s
         raise ConfigError(f"dataset {section.name}, split {section.split}, is empty")
     loaded = load_tokenizer(name, section.chat_template)
     if section.messages is not None:
-        return open_chats(rows.select_columns(columns), loaded, section, aligned=task not in (None, LANGUAGE_MODEL))
-    label_is_text = task in _COMPLETED or task == "seq2seq"
+        aligned, classes = task not in (None, LANGUAGE_MODEL), 1 if task == _REWARDS else None
+        return open_chats(rows.select_columns(columns), loaded, section, aligned=aligned, classes=classes)
+    label_is_text = task in _COMPLETED or task == "seq2seq" or section.rejected is not None
     check_first_texts(rows[0], [column for column in columns if column != section.label or label_is_text])
     texts = Texts(rows.select_columns(columns), loaded, section, label_is_text=label_is_text)
     own = task in (None, LANGUAGE_MODEL)
     _warn_of_second_begin(loaded, rows[0][section.text], section.name)
     if section.packed:
         return _packed(texts, aligned=not own)
+    if section.label is not None and (task in _COMPLETED or section.rejected is not None):
+        kind = "prompt, loss" if section.train_on_prompt else "prompt"
+        answers = [section.label, *([] if section.rejected is None else [section.rejected])]
+        end = end_token(texts.tokenizer)
+        closing = [] if end is None else [end]
+        batch = partial(_completed, texts, answers, own, begin_tokens(texts.tokenizer), closing)
+        kind, classes = ", ".join([kind, *answers[1:]]), 1 if task == _REWARDS else None
+        return TextSource(texts, kind, batch, classes=classes)
     match task, section.label:
-        case (("causal-lm" | "language-model"), str(label)):
-            kind = "prompt, loss" if section.train_on_prompt else "prompt"
-            end = end_token(texts.tokenizer)
-            closing = [] if end is None else [end]
-            batch = partial(_completed, texts, label, own, begin_tokens(texts.tokenizer), closing)
-            return TextSource(texts, kind, batch)
         case "masked-lm", _:
             if texts.tokenizer.mask_token_id is None:
                 raise ConfigError("masked-lm needs a tokenizer with a mask token; this one has none")
@@ -118,12 +123,16 @@ def _check_options(section: HuggingFaceData, task: str | None) -> None:
     other = "packed" if section.packed else "label, the column with completions,"
     default = type(section).model_fields["mask_probability"].default  # a run's recorded config has it, too
     chat = section.messages is not None
+    paired = section.rejected is not None
     refused = {
+        f"rejected is for language models and for rewards (sequence-classification), but this is {model}; remove it": (
+            paired and task not in (None, *_COMPLETED, _REWARDS)
+        ),
         f"messages are for language models (causal-lm), but this is {model}; write them as text": (
-            chat and task not in (None, *_COMPLETED)
+            chat and task not in (None, *_COMPLETED) and not (paired and task == _REWARDS)
         ),
         f"{task} needs `label`, the name of the column with {_NEEDS_LABEL.get(task or '')}": (
-            task in _NEEDS_LABEL and section.label is None
+            task in _NEEDS_LABEL and section.label is None and not paired
         ),
         f"label {section.label}: masked-lm hides tokens of `text`, which are its targets; remove label": (
             task == "masked-lm" and section.label is not None
@@ -158,7 +167,7 @@ class Texts:
         self.tokenizer = tokenizer
         self.section = section
         self.where = f"dataset {section.name}, split {section.split}"
-        named = (section.text, section.text_pair, section.label if label_is_text else None)
+        named = (section.text, section.text_pair, section.label if label_is_text else None, section.rejected)
         self._of_text = [column for column in named if column is not None]
 
     def at(self, indices: Indices) -> dict[str, list[Any]]:
@@ -217,7 +226,10 @@ class TextSource:
         draws: bool = False,
     ) -> None:
         vocabulary, padding = len(texts.tokenizer), texts.tokenizer.pad_token_id
-        self.facts = DataFacts(len(texts.rows), None, vocabulary=vocabulary, classes=classes, padding=padding)
+        pairs = texts.section.rejected is not None
+        self.facts = DataFacts(
+            len(texts.rows), None, vocabulary=vocabulary, classes=classes, padding=padding, pairs=pairs
+        )
         self.fingerprint = texts.fingerprint(kind)
         self.texts = texts
         self.draws = draws
@@ -267,25 +279,25 @@ def _translated(texts: Texts, label: str, indices: Indices) -> Batch:
     return Batch(inputs, _valid(answers), len(indices), tokens)
 
 
-def _completed(texts: Texts, label: str, own: bool, begin: list[int], end: list[int], indices: Indices) -> Batch:
+def _completed(texts: Texts, labels: list[str], own: bool, begin: list[int], end: list[int], indices: Indices) -> Batch:
     """Join prompts with their completions, closed by the tokenizer's end token, if it has one.
 
-    The targets are the completion, or both. A sample that is too long loses the beginning of its prompt; a completion
-    that is too long by itself, its end.
+    A row for each column of `labels`. The targets are the completion, or both. A sample that is too long loses the
+    beginning of its prompt; a completion that is too long by itself, its end.
     """
     columns, longest = texts.at(indices), texts.section.max_length
     plain = partial(texts.tokenizer, add_special_tokens=False)
     pairs: list[tuple[list[int], list[int]]] = []
-    prompts, completions = (plain(columns[name])["input_ids"] for name in (texts.section.text, label))
-    for prompt, completion in zip(prompts, completions, strict=True):
-        completion = [*completion, *end][: max(longest - len(begin) - (not begin), 1)]
-        left = max(longest - len(completion) - len(begin), 0)
-        pairs.append(([*begin, *prompt[max(len(prompt) - left, 0) :]], completion))
+    prompts, *answers = (plain(columns[name])["input_ids"] for name in (texts.section.text, *labels))
+    for prompt, *completions in zip(prompts, *answers, strict=True):
+        completions = [[*ids, *end][: max(longest - len(begin) - (not begin), 1)] for ids in completions]
+        left = max(longest - max(map(len, completions)) - len(begin), 0)
+        pairs += [([*begin, *prompt[max(len(prompt) - left, 0) :]], ids) for ids in completions]
     rows = [
         ([*prompt, *completion], [texts.section.train_on_prompt] * len(prompt) + [True] * len(completion))
         for prompt, completion in pairs
     ]
-    return padded_batch(rows, texts.tokenizer.pad_token_id or 0, aligned=not own)
+    return padded_batch(rows, texts.tokenizer.pad_token_id or 0, len(indices), aligned=not own)
 
 
 def _packed(texts: Texts, *, aligned: bool) -> Source:

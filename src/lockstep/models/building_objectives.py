@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # the one class that all batch norms share
 
 from lockstep.config import schema
+from lockstep.config.training_sections import PAIRS
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.formatting import listed
 from lockstep.core.protocols import EvaluatedObjective, Objective
 from lockstep.models.heads import Head
 from lockstep.models.objectives import IGNORED, ClassifierLoss, ModelLoss, SpanLoss, TargetLoss
+from lockstep.models.preferences import DistillLoss, Log, PairLoss, unlogged
 from lockstep.models.torch_losses import TorchLoss, construct_objective, loss_module
 from lockstep.plan.batch import smallest_micro_batch
 
@@ -34,6 +36,10 @@ _TASK_KINDS = {
 """Kinds of objectives by tasks of a transformers model; other tasks have the name of their kind."""
 
 
+_PAIRED_BY = {kind: "classification" if kind == "reward" else "next-token" for kind in PAIRS}
+"""Kinds of objectives that a model must be made for, by objectives of pairs."""
+
+
 def means(loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
     """Return each sum divided by the number of valid targets."""
     return {name: value / count if count else float("nan") for name, value in {"loss": loss_sum, **sums}.items()}
@@ -49,6 +55,7 @@ class FunctionObjective:
         metric_sums: (outputs, batch) -> further 0-dim sums, by name.
         metrics: (loss_sum, count, sums) -> reported metrics, which include `loss`.
         decomposes: Whether a batch's loss is the sum of its samples' losses.
+        from_companion: (outputs of the companion, batch) -> what the loss needs of them, which `batch.companion` gets.
     """
 
     count: Callable[[Batch], float]
@@ -56,6 +63,7 @@ class FunctionObjective:
     metric_sums: Callable[[Any, Batch], Mapping[str, Tensor]] = lambda outputs, batch: {}
     metrics: Callable[[float, float, Mapping[str, float]], dict[str, float]] = means
     decomposes: bool = True
+    from_companion: Callable[[Any, Batch], Any] = lambda outputs, batch: outputs
 
 
 def build_objective(
@@ -65,12 +73,14 @@ def build_objective(
     head: Head | None = None,
     *,
     aligned: bool = False,
+    log: Log = unlogged,
 ) -> EvaluatedObjective:
     """Return the configured objective, or the one that the model is made for.
 
     Args:
         head: The head of a model of the transformers library.
         aligned: Next-token targets are aligned with the input tokens and have to be shifted.
+        log: Receives what an objective of pairs logs in each forward.
 
     Raises:
         ConfigError: The objective doesn't fit the model.
@@ -83,6 +93,13 @@ def build_objective(
     if objective.arguments:
         raise _problem("objective.arguments", f"only `kind: custom` takes arguments, not {kind}; remove them")
     smoothing = objective.label_smoothing
+    if kind == "distill":
+        plain = objective.model_copy(update={"kind": "auto"})
+        return _distilled(build_objective(plain, model, facts, head, aligned=aligned), objective)
+    if kind in PAIRS:
+        beta = objective.beta or {"simpo": 2.0, "reward": 1.0}.get(kind, 0.1)
+        margin = objective.margin if kind == "simpo" else 0.0
+        return PairLoss(kind, beta=beta, margin=margin, label_smoothing=smoothing, shift=aligned, log=log)
     match kind:
         case "next-token":
             bytes_per_token = facts.bytes_per_token
@@ -101,6 +118,14 @@ def build_objective(
     assert head is not None, "only models of the transformers library compute a loss"
     shift = head.labels == "next-token" and head.shifts
     return ModelLoss(head.labels, shift=shift, summed=head.summed, decomposes=head.by_samples)
+
+
+def _distilled(targets: EvaluatedObjective, section: schema.ObjectiveConfig) -> DistillLoss:
+    if isinstance(targets, ClassifierLoss):
+        targets = TargetLoss(language=False)
+    if not isinstance(targets, TargetLoss):
+        raise _problem("objective.kind", "distill compares logits of classes or tokens, and these outputs are others")
+    return DistillLoss(targets, temperature=section.temperature, soft=section.soft)
 
 
 def repeats_inputs(batch: Batch) -> bool:
@@ -133,7 +158,7 @@ def adapt_objective(objective: object) -> EvaluatedObjective:
     if isinstance(objective, FunctionObjective | TargetLoss | TorchLoss):
         return objective
     if isinstance(objective, Objective) and not inspect.isclass(objective):
-        optional = ("metric_sums", "metrics", "decomposes")
+        optional = ("metric_sums", "metrics", "decomposes", "from_companion")
         members = {name: getattr(objective, name) for name in optional if getattr(objective, name, None) is not None}
         return FunctionObjective(objective.count, objective.loss_sum, **members)
     module = loss_module(objective)
@@ -193,6 +218,8 @@ def objective_kind(objective: schema.ObjectiveConfig, model: schema.Model, facts
         made_for = head.labels
     else:
         made_for = "next-token" if isinstance(model, schema.TransformerModel) else "classification"
+    if objective.kind == "distill" or made_for == _PAIRED_BY.get(objective.kind):
+        return objective.kind
     if head is not None and head.kind == "model":
         unknown = head.labels == "model" and not head.by_samples
         fits = ("auto", "seq2seq", "masked-lm", made_for) if not unknown else None

@@ -260,7 +260,7 @@ def _adopt_classes(config: Any, section: HuggingFaceModel, facts: DataFacts) -> 
     if facts.classes is not None and classes < facts.classes:
         few = f"{classes} is too few: the data has {facts.classes} classes"
         raise _problem("classes", f"{few}; set that number, or remove it")
-    if classes < 2 and config.problem_type != "regression":
+    if classes < 2 and config.problem_type != "regression" and not facts.pairs:
         remedy = "for numbers set architecture.problem_type: regression"
         raise _problem("classes", f"{classes}, but a classifier has 2 or more classes; {remedy}")
     if section.task == "sequence-classification" and config.pad_token_id is None:

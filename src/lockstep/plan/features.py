@@ -95,6 +95,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("frozen parameters", "model.freeze", lambda run: run.frozen > 0),
     Feature("averaged weights", "optim.ema", lambda run: run.config.optim.ema is not None),
     Feature("adapters", "model.adapter", lambda run: run.config.model.adapter is not None),
+    Feature("companion", "objective.companion", lambda run: run.config.objective.second_model is not None),
     Feature(
         "loss parallel",
         "parallel.tensor_parallel.loss_parallel",

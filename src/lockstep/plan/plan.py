@@ -103,18 +103,20 @@ def make_plan(
     facts: DataFacts,
     parameters: Sequence[ParameterFacts],
     machine: Machine = Machine(),
+    companion: Sequence[ParameterFacts] = (),
 ) -> Plan:
     """Plan a run on `ranks` processes.
+
+    Args:
+        companion: The parameters of a frozen second model, which take memory, too.
 
     Raises:
         ConfigError: The config doesn't work on this number of ranks, with this data, or with this model.
     """
-    choice = choose_strategy(config, ranks, parameters, machine.memory, machine.decision)
-    strategy = choice.strategy
-    mesh, layout, batch = _layout_on(config, strategy, ranks, machine)
-    if not 0 < facts.samples < 2**62:
-        why = "2^62 samples or more; return less from __len__, such as 10**12" if facts.samples else "no samples"
-        raise ConfigError(Problem("", "data.train", f"the dataset has {why}"))
+    held = [*parameters, *companion]
+    choice = choose_strategy(config, ranks, held, machine.memory, machine.decision)
+    mesh, layout, batch = _layout_on(config, strategy := choice.strategy, ranks, machine)
+    _refuse_number(facts.samples)
     epoch_steps, epoch_samples = epoch_length(facts, batch.global_size, config.data.drop_last)
     steps = horizon(config.run, batch.global_size, facts, config.data.drop_last)
     epochs, rest = divmod(steps or 0, epoch_steps)
@@ -141,7 +143,7 @@ def make_plan(
         frozen=total - trainable,
         modules=parameters_by_module(parameters),
         groups=group_parameters(parameters, config.optim),
-        placements=placements(state_of(config, ranks, parameters), ranks, layout, mesh),
+        placements=placements(state_of(config, ranks, held), ranks, layout, mesh),
         sent=sent_bytes(config, layout, parameters, mesh, batch),
         bubble=_waits(config.parallel.pipeline_parallel, mesh, batch),
         warnings=(
@@ -157,6 +159,12 @@ def make_plan(
         *(resolved(strategy.hooks.check)(config, plan) if strategy.hooks.check else ()),
     ]
     return replace(plan, warnings=(*plan.warnings, *further))
+
+
+def _refuse_number(samples: int) -> None:
+    if not 0 < samples < 2**62:
+        why = "2^62 samples or more; return less from __len__, such as 10**12" if samples else "no samples"
+        raise ConfigError(Problem("", "data.train", f"the dataset has {why}"))
 
 
 def check_alone(config: Config) -> None:

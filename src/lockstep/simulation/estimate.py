@@ -81,6 +81,7 @@ class Estimator:
         memory: Bytes of each rank; None: unknown.
         device_type: `cpu`: as ranks compute on the CPU.
         decision: What `auto` takes, if that is known.
+        companion: The parameters of a frozen second model.
     """
 
     config: Config
@@ -90,6 +91,7 @@ class Estimator:
     given: UserObjects
     memory: int | None = None
     device_type: str = device.NAME
+    companion: Sequence[ParameterFacts] = ()
     decision: Decision | None = None
 
     def estimates(self) -> Iterator[StrategyMemory]:
@@ -105,7 +107,7 @@ class Estimator:
     def planned(self, config: Config) -> Plan:
         """Return the plan of a config on these ranks."""
         machine = Machine(memory=self.memory, decision=self.decision)
-        return make_plan(config, self.ranks, self.facts, self.parameters, machine)
+        return make_plan(config, self.ranks, self.facts, self.parameters, machine, self.companion)
 
     def _estimate(self, name: str, config: Config, *, planned: bool) -> StrategyMemory:
         refusal = ""

@@ -41,6 +41,7 @@ from lockstep.simulation.updates import run_updates
 from lockstep.training.adapters import lower_frozen
 from lockstep.training.ahead import imports_ahead
 from lockstep.training.api import resolved
+from lockstep.training.companion import companion_facts
 from lockstep.training.deciding import decides
 from lockstep.training.job import opened
 from lockstep.training.planning import data_facts, memory_here
@@ -130,8 +131,9 @@ def estimator_of(config: Config, ranks: int, memory: int | None, given: UserObje
     if model is None and given.model is not None:
         model = cast("nn.Module", cast("Any", given.model)())
     sketch = model or sketch_model(config.model, facts, trust_remote_code=given.trust_remote_code)
-    parameters = parameter_facts(sketch if sketch is model else lower_frozen(sketch, config))
-    return Estimator(config, ranks, facts, parameters, given, memory)
+    own = parameter_facts(sketch if sketch is model else lower_frozen(sketch, config))
+    companion = companion_facts(config, facts, own, trust_remote_code=given.trust_remote_code)
+    return Estimator(config, ranks, facts, own, given, memory, companion=companion)
 
 
 # --- text ---------------------------------------------------------------------------------------------------------

@@ -42,8 +42,12 @@ _TWICE = refused(
     "or interleaved-1f1b"
 )
 _PIPELINE = {
+    "companion": refused("a companion has no stages; leave it out, or take fsdp"),
     "compile": refused("a compiled forward can't be left between two blocks; write false, or take fsdp"),
     "chunked loss": refused("the last stage passes logits to the objective; leave it out"),
+}
+_CONTEXT = {
+    "companion": refused("a companion sees whole sequences, and a rank has a part of each; leave it out, or take fsdp")
 }
 _CHECKPOINTING = ("activation checkpointing", "selective checkpointing")
 _WEIGHTS_APART = {**_PIPELINE, **dict.fromkeys(_CHECKPOINTING, _TWICE)}
@@ -84,7 +88,13 @@ PARTITIONS: tuple[Partition, ...] = (
     _pipeline("zero-bubble", 2, _WEIGHTS_APART),
     _pipeline("zbv", 2, _WEIGHTS_APART),
     Partition(
-        name="context", axis="context", family=_INNER, parallel={"context": 2}, divides_model=False, product=True
+        name="context",
+        axis="context",
+        family=_INNER,
+        parallel={"context": 2},
+        divides_model=False,
+        product=True,
+        cells=_CONTEXT,
     ),
     _tensor("tensor", sequence_parallel=False, product=True),
     _tensor("tensor-sequence", sequence_parallel=True),

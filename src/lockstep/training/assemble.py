@@ -43,6 +43,7 @@ from lockstep.sharding import ModelState
 from lockstep.training.adapters import base_of, lower_frozen
 from lockstep.training.answers import Answers
 from lockstep.training.checkpoints import checkpoints_in
+from lockstep.training.companion import companion_facts, identity_of, placed, whole_companion
 from lockstep.training.components import Components, EvaluationParts, Purpose, Rate, UpdateParts
 from lockstep.training.deciding import machine_of
 from lockstep.training.flops import training_flops
@@ -94,7 +95,9 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
     made = parallelize(whole, config, plan, world, optimizer or NoOptimizer(), user_transforms(config, given))
     if purpose is Purpose.TRAIN:
         _refuse_not_finite(config.model, made.sharding.state, world)
-    engine = build_engine(made, config, plan, world, source, objective, prepared.computed, prepared.masks)
+    companion = None if prepared.companion is None else placed(prepared.companion, config, plan, world)
+    computed, masks = prepared.computed, prepared.masks
+    engine = build_engine(made, config, plan, world, source, objective, computed, masks, companion)
 
     scaled = dtype is torch.float16 or made.sharding.rounds_to_fp16
     share, seed = made.position.share, config.run.seed
@@ -110,6 +113,7 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
         sharding=made.sharding,
         tensors=prepared.tensors,
         base=prepared.base,
+        companion=prepared.identity,
         engine=engine,
         loader=loader,
         source=source,
@@ -158,6 +162,8 @@ class _Prepared:
     evaluation: Mapping[str, Source]
     objective: EvaluatedObjective
     computed: EvaluatedObjective
+    companion: WholeModel | None
+    identity: Mapping[str, str | None] | None
     tensors: ModelTensors
     base: Mapping[str, str | None] | None
     coupled: str | None
@@ -167,13 +173,13 @@ class _Prepared:
 
 def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose) -> _Prepared:
     """Return data, model, plan and objective. Raises ConfigError, without a collective."""
-    own = users_model(config, given)
-    source, evaluation = open_sources(config, given, own)
+    users = users_model(config, given)
+    source, evaluation = open_sources(config, given, users)
     world.axis.barrier()  # another rank may have downloaded or tokenized them
     machine = machine_of(config, world, given, source, purpose)
     meta = _meta_model(config, source.facts, given, world, machine, purpose)
-    if own is not None:
-        model = own
+    if users is not None:
+        model = users
     elif meta is not None:
         model = meta.model
     else:
@@ -182,7 +188,9 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
     base = base_of(config.model, model, world.axis)
     refuse_parameters(lower_frozen(model, config, world.device), ELEMENT_BYTES)
     refuse_unknown_names(model, config.model.inputs)
-    plan = make_plan(config, world.size, source.facts, parameter_facts(model), machine)
+    own, trust = parameter_facts(model), given.trust_remote_code
+    further = companion_facts(config, source.facts, own, trust_remote_code=trust)
+    plan = make_plan(config, world.size, source.facts, own, machine, further)
     plan = replace(plan, warnings=(*plan.warnings, *lone_samples(model, plan)))
     pretrained = match_initial_weights(model, config.model)
     if pretrained is not None:
@@ -190,6 +198,7 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
         if meta is None:
             pretrained.put(model)
 
+    companion = whole_companion(config, plan, source.facts, model, given, partial(_first_inputs, source))
     objective, source, evaluation = make_objective(config, (source, evaluation), given, model)
     tensor_plan = tensor_plan_of(config.parallel.tensor_parallel, plan.mesh, model)
     if tensor_plan:
@@ -212,7 +221,9 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
     deferred = meta is not None and purpose is not Purpose.TRAIN and not checked and is_saved_whole
     whole = WholeModel(model, list(tensors.shapes), meta, pretrained, tensor_plan, sample, deferred)
     world.axis.barrier()  # another rank may have downloaded or read weights
-    return _Prepared(whole, plan, source, evaluation, objective, computed, tensors, base, coupled, flops, masks)
+    identity = identity_of(config, world.axis)
+    parts = (objective, computed, companion, identity, tensors, base, coupled, flops, masks)
+    return _Prepared(whole, plan, source, evaluation, *parts)
 
 
 def _first_inputs(source: Source) -> Inputs:
@@ -242,8 +253,9 @@ def _meta_model(
     partitioned = any(degree != 1 for degree in (config.parallel.pipeline, config.parallel.tensor))
     if strategy == "auto" and world.size > 1 and config.model.kind not in ("given", "custom"):
         sketch = sketch_model(config.model, facts, trust_remote_code=given.trust_remote_code)
-        facts_of_parameters = parameter_facts(lower_frozen(sketch, config, world.device))
-        choice = choose_strategy(config, world.size, facts_of_parameters, machine.memory, machine.decision)
+        parameters = parameter_facts(lower_frozen(sketch, config, world.device))
+        parameters += companion_facts(config, facts, parameters, trust_remote_code=given.trust_remote_code)
+        choice = choose_strategy(config, world.size, parameters, machine.memory, machine.decision)
         strategy = choice.strategy.name
     builder = None if strategy == "auto" else load_builder(strategy)
     if not partitioned and (builder is None or (builder.shard is None and not builder.shards_in_build(config))):

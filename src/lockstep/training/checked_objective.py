@@ -55,6 +55,7 @@ class CheckedObjective:
         self.count = objective.count
         self.metric_sums = objective.metric_sums
         self.metrics = objective.metrics
+        self.from_companion = objective.from_companion
 
     @classmethod
     def of(cls, objective: EvaluatedObjective, model: nn.Module, key: str) -> EvaluatedObjective:
@@ -172,9 +173,8 @@ def _halves(outputs: object, batch: Batch) -> list[tuple[Any, Batch]] | None:
             value = value.detach()
             return value[places] if value.dim() and value.shape[0] == samples else value
 
-        inputs, targets = tree_map(split, batch.inputs), tree_map(split, batch.targets)
-        number = len(range(samples)[places])
-        return tree_map(split, outputs), replace(batch, inputs=inputs, targets=targets, samples=number)
+        parts = {name: tree_map(split, getattr(batch, name)) for name in ("inputs", "targets", "companion")}
+        return tree_map(split, outputs), replace(batch, **parts, samples=len(range(samples)[places]))
 
     return [half(slice(0, middle)), half(slice(middle, samples))]
 

@@ -80,6 +80,7 @@ class Checkpoints(Saves):
             "fingerprint": components.source.fingerprint,
             "samples": components.source.facts.samples,
             "epoch_samples": epoch_samples,
+            **({} if components.companion is None else {"companion": components.companion}),
         }
         if (adapter := components.tensors.adapter) is not None:
             parts = {"config": dict(adapter.config), "files": dict(adapter.files)}

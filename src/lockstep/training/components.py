@@ -71,6 +71,7 @@ class Components:
     Attributes:
         tensors: names and shapes of the whole model's tensors.
         base: what the base of an adapter is; None: there is no adapter, or its base depends on the config only.
+        companion: what the companion is; None: there is none, or it depends on the config only.
         coupled: why the loss of a batch is not a sum over its samples; None if it is.
         open_checkpoints: see `Session.checkpoints`.
         draw: sets the parameters to their initial values, if that was left to a checkpoint; no collective.
@@ -84,6 +85,7 @@ class Components:
     sharding: Sharding
     tensors: ModelTensors
     base: Mapping[str, str | None] | None
+    companion: Mapping[str, str | None] | None
     engine: Engine
     loader: TrainingLoader
     source: Source

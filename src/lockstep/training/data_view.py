@@ -49,6 +49,7 @@ def shown_data(config: Config, given: UserObjects, samples: int) -> Iterator[lis
     loader = TrainingLoader(source, plan, 0, config.run.seed, config.data, torch.device("cpu"), lambda batch: 0.0)
     progress = Progress()
     batches = loader.micro_batches(progress)
+    parts = (", chosen", ", rejected") if source.facts.pairs else ("",)
     numbers, tokens, places, targets = loader.own_samples(progress), 0, 0, 0
     for indices in numbers:
         batch = next(batches)
@@ -56,8 +57,9 @@ def shown_data(config: Config, given: UserObjects, samples: int) -> Iterator[lis
             batch = replace(batch, targets=batch.targets.index_fill(1, torch.tensor([0]), _IGNORED))
         tokens, places = tokens + batch.tokens, places + _places(batch)
         targets += _num_targets(batch.targets)
-        for row, index in enumerate(indices[: max(samples, 0)]):
-            yield from _sample(batch, row, _name(index, opened), decode)
+        for number, index in enumerate(indices[: max(samples, 0)]):
+            for row, part in zip(range(number * len(parts), (number + 1) * len(parts)), parts, strict=True):
+                yield from _sample(batch, row, _name(index, opened) + part, decode)
         samples -= len(indices)
     loader.close()
     yield _line(f"{config.data.train.kind}: {source.facts.samples:,} samples")

@@ -25,6 +25,7 @@ from lockstep.models.build import describe_model, parameter_facts
 from lockstep.plan.choosing import is_plenty
 from lockstep.plan.plan import Machine
 from lockstep.strategies.registry import AUTO
+from lockstep.training.companion import companion_facts
 from lockstep.training.components import Purpose
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ def _decision(
             facts = parameter_facts(given.model)
         else:
             facts = describe_model(config.model, source.facts, trust_remote_code=given.trust_remote_code)
+        facts += companion_facts(config, source.facts, facts, trust_remote_code=given.trust_remote_code)
         if is_plenty(config, world.size, facts, _sample_bytes(source), memory):
             return None, ""
     except Exception:  # what is wrong with the model or the data is reported where they are used, on all ranks

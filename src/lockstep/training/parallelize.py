@@ -29,6 +29,7 @@ from lockstep.distributed.consensus import DeviceConsensus, HostConsensus
 from lockstep.distributed.forward_mode import ForwardMode
 from lockstep.distributed.mesh_position import MeshPosition, mesh_position, stage_pair
 from lockstep.distributed.rng import KeyedDraws
+from lockstep.engine.companion import Companion
 from lockstep.engine.eager import EagerEngine, call
 from lockstep.models.attention_masks import refuse_packed
 from lockstep.models.blocks import blocks_in_line, repeated_blocks
@@ -391,12 +392,14 @@ def build_engine(
     objective: EvaluatedObjective,
     computed: EvaluatedObjective,
     masks: Callable[[], AbstractContextManager[object]],
+    companion: nn.Module | None,
 ) -> Engine:
     """Return the engine of a model. All ranks together.
 
     Args:
         computed: `objective` as a rank computes it.
         masks: Makes a context for each forward of the model, in addition to autocast.
+        companion: As this rank holds it; None: there is none.
 
     Raises:
         ConfigError: The parallelized model doesn't compute what the whole model computes.
@@ -426,7 +429,9 @@ def build_engine(
         pipelined.check(few().inputs)
         check_tensor_plan([partial(pipelined.run_alone, stage) for stage in made.stages.own])
         return pipelined
-    prepare = computed.show if isinstance(computed, ChunkedHeadLoss) else None
+    prepare: Callable[[Batch], Batch] | None = computed.show if isinstance(computed, ChunkedHeadLoss) else None
+    if companion is not None:
+        prepare = Companion(companion, computed, autocast, muted_logging)
     if made.context is not None:
         from lockstep.engine.context_parallel import ContextEngine, SequenceDivider
 

@@ -10,6 +10,7 @@ from lockstep.distributed.memory import memory_if_started
 from lockstep.launch.devices import choose_ranks, count_accelerators, count_cores
 from lockstep.plan.stated_facts import NOT_READ, facts_of_config, sizes_of_config
 from lockstep.training.adapters import lower_frozen
+from lockstep.training.companion import companion_facts
 from lockstep.training.parallelize import check_model
 from lockstep.training.sources import open_sources
 from lockstep.training.user_objects import UserObjects, refuse_given
@@ -57,7 +58,9 @@ def plan_run(
     model = lower_frozen(sketch_model(config.model, facts, trust_remote_code=trust_remote_code), config)
     ranks = choose_ranks(config.launch)
     machine = Machine(memory=memory or memory_here(config, ranks), decision=decision[0], undecided=decision[1])
-    plan = make_plan(config, ranks, facts, parameter_facts(model), machine)
+    own = parameter_facts(model)
+    further = companion_facts(config, facts, own, trust_remote_code=trust_remote_code)
+    plan = make_plan(config, ranks, facts, own, machine, further)
     check_model(model, config, plan)
     notes = [*lone_samples(model, plan), *notes]
     if config is not loaded.config:

@@ -44,6 +44,7 @@ _DATA = {
     "fingerprint": "the fingerprint of data.train",
     "samples": "the samples of data.train",
     "base": "the frozen base of model.adapter",
+    "companion": "the weights of objective.companion",
     "epoch_samples": "the samples of an epoch (those that fill batch.global_size, with data.drop_last)",
 }
 _RUN_KEYS = (

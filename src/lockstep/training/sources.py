@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lockstep.config.training_sections import PAIRS
 from lockstep.core.errors import ConfigError, OutOfMemory, Problem
 from lockstep.core.modes import in_training
 from lockstep.core.out_of_memory import error_location, out_of_memory_cause
@@ -28,6 +29,7 @@ from lockstep.models.initialization import generators_keyed
 from lockstep.models.objectives import OF_USERS_MODEL, ModelLoss
 from lockstep.models.parameters import freeze
 from lockstep.models.weight_matching import match_initial_weights
+from lockstep.monitor import metric_log
 from lockstep.training.bad_updates import refuse_large_window
 from lockstep.training.checked_objective import CheckedObjective
 from lockstep.training.evaluate import evaluation_named
@@ -47,6 +49,8 @@ _OWN_STEP = (
     "optimizer (optim.* or optimizer=...); the model is called by its forward"
 )
 _EVALUATION = ItemReading(evaluates=True)
+_OF_TOKENS = ("next-token", "distill", *PAIRS)
+"""Objectives with targets that may be aligned with the input tokens."""
 _TASKS = {"next-token": "causal-lm", "classification": "sequence-classification"}
 """Tasks by kinds of heads; others have the same name."""
 
@@ -136,7 +140,7 @@ def make_objective(
     of_user = "objective.target" if config.objective.kind == "custom" else None
     key = of_user if given.objective is None else "objective"
     aligned = False
-    if key is None and objective_kind(config.objective, config.model, train.facts, head) == "next-token":
+    if key is None and objective_kind(config.objective, config.model, train.facts, head) in _OF_TOKENS:
         aligned = _aligned(config.data.train, train, head)
         for name, source in evaluation.items():
             with evaluation_named(name):
@@ -158,7 +162,7 @@ def _objective(
         raise not_given("objective", "an object with `count` and `loss_sum`", None)
     if given.objective is not None:
         return adapt_objective(given.objective)
-    return build_objective(config.objective, config.model, facts, head, aligned=aligned)
+    return build_objective(config.objective, config.model, facts, head, aligned=aligned, log=metric_log.mean)
 
 
 def task_of(config: Config, model: nn.Module | None) -> tuple[str | None, str | None]:
@@ -173,7 +177,7 @@ def task_of(config: Config, model: nn.Module | None) -> tuple[str | None, str | 
         model = sketch_model(config.model, _NOTHING)
     head = head_of(model)
     if head is None:
-        return LANGUAGE_MODEL if config.objective.kind == "next-token" else None, None
+        return LANGUAGE_MODEL if config.objective.kind in _OF_TOKENS else None, None
     return _TASKS.get(head.labels, head.labels), getattr(head.config, "name_or_path", None) or None
 
 

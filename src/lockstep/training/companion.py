@@ -1,0 +1,134 @@
+"""The companion of a run: a frozen second model, with outputs that the objective compares with.
+
+batch --> companion, without gradients --> objective.from_companion --> batch.companion --> loss_sum(outputs, batch)
+
+It is the model as the run begins, or pretrained weights. Where the strategy shards parameters, it is sharded as fsdp
+does; elsewhere each rank has all of it. Checkpoints name it, and don't hold it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import xxhash
+
+from lockstep.config.schema import ActivationCheckpointing, HuggingFaceModel
+from lockstep.config.training_sections import INITIAL
+from lockstep.core import checksums
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.hub import snapshot
+from lockstep.distributed.collectives import from_first_rank
+from lockstep.models.build import build_meta_model, build_model, parameter_facts, sketch_model
+from lockstep.models.model_tensors import model_tensors
+from lockstep.models.weight_matching import match_initial_weights
+from lockstep.optim.absent import NoOptimizer
+from lockstep.strategies.registry import REFERENCE, find_strategy
+from lockstep.training.parallelize import WholeModel, parallelize, tensor_plan_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from lockstep.config.schema import Config, Model
+    from lockstep.core.protocols import Axis
+    from lockstep.core.records import DataFacts, Inputs, ParameterFacts
+    from lockstep.distributed.process_group import World
+    from lockstep.plan.plan import Plan
+    from lockstep.training.user_objects import UserObjects
+
+_KEY = "objective.companion"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+
+
+def _section(config: Config) -> Model | None:
+    """Return the companion as a section `model`; None: there is none. Raises ConfigError."""
+    place = config.objective.second_model
+    if place in (None, INITIAL):
+        return None if place is None else config.model
+    if not isinstance(config.model, HuggingFaceModel):
+        why = f"{place} is for a model of kind huggingface, and this is one of kind {config.model.kind}; set initial"
+        raise ConfigError(Problem("", _KEY, why))
+    keys = {"pretrained": place, "architecture": None, "init_from": None, "init_partial": False}
+    return config.model.model_copy(update=keys)
+
+
+def companion_facts(
+    config: Config, facts: DataFacts, own: Sequence[ParameterFacts], *, trust_remote_code: bool
+) -> list[ParameterFacts]:
+    """Return the facts of the companion's parameters; `own`: of the model's. Raises ConfigError."""
+    section = _section(config)
+    if section is not None and section is not config.model:
+        own = parameter_facts(sketch_model(section, facts, trust_remote_code=trust_remote_code))
+    return [replace(each, trainable=False) for each in own if section is not None]
+
+
+def whole_companion(
+    config: Config, plan: Plan, facts: DataFacts, model: nn.Module, given: UserObjects, sample: Callable[[], Inputs]
+) -> WholeModel | None:
+    """Return the companion before it is placed; None: there is none.
+
+    Args:
+        model: The model with its initial values, or without values.
+    """
+    section = _section(config)
+    if section is None:
+        return None
+    seed, trust, meta = config.run.seed, given.trust_remote_code, None
+    if section is config.model and not any(parameter.is_meta for parameter in model.parameters()):
+        companion, weights = copy.deepcopy(model), None
+    else:
+        if _is_sharded(config, plan):
+            meta = build_meta_model(section, facts, seed, trust_remote_code=trust)
+        companion = meta.model if meta else build_model(section, facts, seed, trust_remote_code=trust)
+        weights = match_initial_weights(companion, section)
+        if weights is not None and meta is None:
+            weights.put(companion)
+    companion.requires_grad_(False).eval()
+    tensor_plan = tensor_plan_of(config.parallel.tensor_parallel, plan.mesh, companion)
+    return WholeModel(companion, list(model_tensors(companion).shapes), meta, weights, tensor_plan, sample)
+
+
+def _is_sharded(config: Config, plan: Plan) -> bool:
+    return bool(find_strategy(plan.strategy).variant(config.parallel).state.parameters)
+
+
+def placed(whole: WholeModel, config: Config, plan: Plan, world: World) -> nn.Module:
+    """Return the companion as this rank holds it. All ranks together."""
+    name = "fsdp" if _is_sharded(config, plan) else REFERENCE.name
+    fsdp = config.parallel.fsdp.model_copy(update={"wrap": "blocks"})  # it may be of other classes
+    alone = config.with_values(
+        model={"compile": False},
+        optim={"in_backward": False},
+        memory={"activation_checkpointing": ActivationCheckpointing(), "activation_offload": "none"},
+        parallel={"strategy": name, "fsdp": fsdp},
+        run={"determinism": "default"},
+    )
+    return parallelize(whole, alone, replace(plan, strategy=name), world, NoOptimizer()).sharding.state.model
+
+
+def identity_of(config: Config, axis: Axis) -> Mapping[str, str | None] | None:
+    """Return what the companion is, for checkpoints. All ranks together.
+
+    Returns:
+        Repository, revision and hash of its files; None: there is none, or it follows from the config.
+    """
+    section = _section(config)
+    place = None if section is None else getattr(section, "pretrained", None) or section.init_from
+    if place is None:
+        return None
+
+    def find() -> dict[str, str | None]:
+        path, digest = Path(place).expanduser(), xxhash.xxh3_128()
+        folder = path if path.exists() else snapshot(place)
+        for file in [folder] if folder.is_file() else sorted(folder.iterdir()):
+            if file.suffix in _WEIGHTS:
+                digest.update(f"{file.name} {checksums.hash_of(file)}".encode())
+        revision = folder.name if folder.parent.name == "snapshots" else None
+        return {"repository": place, "revision": revision, "hash": digest.hexdigest()}
+
+    return cast("Mapping[str, str | None]", from_first_rank(axis, find))

@@ -1,0 +1,287 @@
+"""A companion makes the same run under every strategy, is sharded, counted, named by checkpoints, and not saved."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit import small
+from kit.commands import run_script
+from kit.failures import fails
+from kit.layouts import asking_for
+from kit.runs import Trajectory, differences, recorded, recorded_all
+from kit.worlds import in_world
+from torch.nn import functional as F
+
+import lockstep
+from lockstep.checkpoint.local import LocalStorage
+from lockstep.config.loading import validate
+from lockstep.core.records import Batch, DataFacts, ParameterFacts
+from lockstep.engine.companion import Companion
+from lockstep.plan.plan import make_plan
+from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.resuming import Resume
+from lockstep.training.session import components_of
+
+ROOT = Path(__file__).parents[2]
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+Config = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with preferences and a tokenizer."""
+    pytest.importorskip("datasets")
+    folder = tmp_path_factory.mktemp("preferences")
+    assert run_script(ROOT / "examples" / "chat_data.py", cwd=folder).returncode == 0
+    rows = [json.loads(line) for line in (folder / "chat" / "preferences.jsonl").read_text().splitlines()]
+    texts = [{name: parts[0]["content"] for name, parts in row.items()} for row in rows]
+    whole = [
+        {name: [*row["prompt"], *row[name]] for name in ("chosen", "rejected")} for row in rows
+    ]  # with the prompt in both
+    for name, lines in (("texts", texts), ("whole", whole)):
+        (folder / "chat" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "chat"
+
+
+def config(chat: Path, kind: str, **sections: Any) -> Config:
+    """Pairs of conversations, in fp32."""
+    data = {"kind": "huggingface", "tokenizer": str(chat / "tokenizer"), "max_length": 96}
+    columns = {"name": str(chat / "preferences.jsonl"), "messages": "prompt", "label": "chosen", "rejected": "rejected"}
+    model = {"kind": "huggingface", "task": "causal-lm", "architecture": LLAMA}
+    if kind == "reward":
+        model = {**model, "task": "sequence-classification", "architecture": {**LLAMA, "pad_token_id": 0}}
+    asked = {
+        "model": model,
+        "objective": {"kind": kind},
+        "data": {
+            "train": {**data, **columns, "split": "train[:21]"},
+            "evaluation": {"test": {**data, **columns, "split": "train[21:26]"}},
+        },
+        "batch": {"global_size": 7},
+        "optim": {"name": "sgd", "lr": 0.5, "momentum": 0.9},
+        "precision": {"compute": "fp32"},
+        "run": {"steps": 3},
+    }
+    return {**asked, **sections}
+
+
+def alone(kind: str, chat: Path) -> Trajectory:
+    return recorded(config(chat, kind), updates=3)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "ipo"])
+def test_the_first_loss_is_the_one_of_two_equal_models(kind: str, chat: Path) -> None:
+    run = alone(kind, chat)
+    assert run.losses[0] == pytest.approx({"dpo": np.log(2), "ipo": 25.0}[kind], rel=1e-6)
+    assert run.losses[1:] != [run.losses[0]] * 2
+    assert run.counts == [7.0] * 3
+    assert {"loss", "accuracy", "margin", "rewards_chosen", "rewards_rejected"} == set(run.evaluations[0])
+    rewards = run.evaluations[0]
+    assert rewards["margin"] == pytest.approx(rewards["rewards_chosen"] - rewards["rewards_rejected"], abs=1e-6)
+
+
+KINDS = ("dpo", "ipo", "orpo", "simpo", "reward")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3", "zero2", "tensor", "pipeline-1f1b"])
+def test_pairs_are_the_same_run(strategy: str, chat: Path) -> None:
+    parallel, partitioned = asking_for(strategy, 2), strategy in ("tensor", "pipeline-1f1b")
+    kinds = [kind for kind in KINDS if kind not in ("dpo", "ipo") or not strategy.startswith("pipeline")]
+    kinds = kinds if strategy in ("fsdp", "pipeline-1f1b") else kinds[:1]
+    batch = {
+        "global_size": 7,
+        "micro_size": 3 if partitioned else 2,
+    }  # three or four micro-batches, one of them padding
+    configs = [config(chat, kind, parallel=parallel, batch=batch) for kind in kinds]
+    for kind, run in zip(kinds, recorded_all(configs, ranks=2, updates=3), strict=True):
+        expected = alone(kind, chat)
+        for name, value in expected.evaluations[0].items():  # margins are small differences of large numbers
+            assert run.evaluations[0][name] == pytest.approx(value, rel=1e-5, abs=1e-5), (kind, name)
+        assert differences(replace(run, evaluations=expected.evaluations), expected) == [], kind
+
+
+def test_a_pipeline_refuses_a_companion(chat: Path) -> None:
+    asked = validate(config(chat, "dpo", parallel={"pipeline": 2})).config
+    with fails(lockstep.ConfigError, "pipeline-1f1b", key="objective.companion"):
+        make_plan(asked, 2, DataFacts(40, None), [ParameterFacts("weight", (8, 8), 4, True)])
+
+
+def test_the_three_forms_of_pairs_are_the_same_data(chat: Path) -> None:
+    """Messages with a prompt, whole conversations, and texts with the template's marks as their prompts."""
+    train = config(chat, "dpo")["data"]["train"]
+    whole = {**train, "name": str(chat / "whole.jsonl"), "messages": "chosen", "label": None}
+    runs = [recorded(config(chat, "simpo", data={"train": data}), updates=1) for data in (train, whole)]
+    assert runs[0].losses == runs[1].losses
+    texts = {key: value for key, value in train.items() if key != "messages"}
+    texts |= {"name": str(chat / "texts.jsonl"), "text": "prompt"}
+    run = recorded(config(chat, "dpo", data={"train": texts}), updates=1)
+    assert run.counts == [7.0]
+    assert run.losses[0] == pytest.approx(np.log(2), rel=1e-6)
+
+
+# --- where it is ------------------------------------------------------------------------------------------------------
+
+
+def bytes_held(asked: Config) -> dict[str, int]:
+    """Bytes of the companion's parameters on this rank, and whether they were changed by two updates."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        with lockstep.session(asked) as session:
+            engine: Any = components_of(session).engine
+            model = engine._prepare._model
+            for report in session:
+                if report.step == 2:
+                    break
+            held = [getattr(each, "_local_tensor", each) for each in model.parameters()]
+            saved = [name for name in session.state().tensors if "companion" in name]
+            trained = sum(each.requires_grad for each in model.parameters())
+            return {"bytes": sum(each.nbytes for each in held), "saved": len(saved), "trained": trained}
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("strategy", "part"), [("ddp", 1.0), ("fsdp", 0.5), ("zero3", 0.5)])
+def test_it_is_sharded_as_parameters_are(strategy: str, part: float, chat: Path) -> None:
+    whole = in_world(1, bytes_held, config(chat, "dpo"))[0]["bytes"]
+    for rank in in_world(2, bytes_held, config(chat, "dpo", parallel=asking_for(strategy, 2))):
+        assert rank["bytes"] == pytest.approx(part * whole, rel=0.01)
+        assert (rank["saved"], rank["trained"]) == (0, 0)
+
+
+def test_plan_counts_it() -> None:
+    asked = {**small.config(), "objective": {"kind": "custom", "target": "x:Y"}, "parallel": {"strategy": "fsdp"}}
+    own = [ParameterFacts("weight", (64, 64), 4, True)]
+    second = [ParameterFacts("weight", (64, 64), 4, False)]
+    single = make_plan(validate(asked).config, 2, DataFacts(40, None), own)
+    both = make_plan(validate(asked).config, 2, DataFacts(40, None), own, companion=second)
+    rows = {row.strategy: row for row in single.placements}
+    for row in both.placements:
+        before = rows[row.strategy]
+        assert (row.gradients, row.optimizer) == (before.gradients, before.optimizer)
+        assert row.parameters > before.parameters
+    assert both.placement.parameters == 2 * single.placement.parameters
+    assert (both.parameters, both.frozen) == (single.parameters, single.frozen)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def trained(asked: Config, folder: Path, resume: bool) -> dict[str, bytes]:
+    with lockstep.session(asked) as session:
+        checkpoints = Checkpoints(session, LocalStorage(folder), {})
+        checkpoints.begin(Resume())
+        assert checkpoints.resumed_from == (2 if resume else None)
+        for report in session:
+            if report.step == 2 and not resume:
+                checkpoints.save()
+        checkpoints.finish()
+        return {name: tensor.detach().numpy().tobytes() for name, tensor in session.state().tensors.items()}
+
+
+def teacher(folder: Path, seed: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    LlamaForCausalLM(LlamaConfig(**LLAMA, vocab_size=1024)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "distill"])
+def test_a_resumed_run_has_the_same_companion(kind: str, chat: Path, tmp_path: Path) -> None:
+    teacher(tmp_path / "teacher", seed=1)
+    asked = config(chat, "dpo", objective={"kind": kind, "companion": str(tmp_path / "teacher")})
+    if kind == "distill":
+        asked["data"] = {"train": {**asked["data"]["train"], "rejected": None}}
+    uncut = trained(asked, tmp_path / "saved", resume=False)
+    assert trained(asked, tmp_path / "saved", resume=True) == uncut
+    teacher(tmp_path / "teacher", seed=2)
+    with fails(lockstep.ConfigError, "objective.companion", "hash"):
+        trained(asked, tmp_path / "saved", resume=True)
+
+
+# --- an objective of a user ----------------------------------------------------------------------------------------
+
+
+class Imitation:
+    """Squared distance from the companion's outputs."""
+
+    def count(self, batch: Batch) -> int:
+        return batch.samples
+
+    def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return F.mse_loss(outputs, batch.companion, reduction="sum") + F.cross_entropy(
+            outputs, batch.targets, reduction="sum"
+        )
+
+
+class OneNumber(Imitation):
+    """Keeps the largest output of each sample only."""
+
+    def from_companion(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return outputs.amax(1)
+
+    def loss_sum(self, outputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+        assert batch.companion.shape == (batch.samples,)
+        return F.mse_loss(outputs.amax(1), batch.companion, reduction="sum") + F.cross_entropy(
+            outputs, batch.targets, reduction="sum"
+        )
+
+
+@pytest.mark.parametrize("objective", [Imitation, OneNumber])
+def test_a_custom_objective_has_a_companion(objective: type[Imitation]) -> None:
+    target = {"kind": "custom", "target": f"{__name__}:{objective.__name__}", "companion": "initial"}
+    asked = {**small.config(), "objective": target}
+    plain = recorded({**small.config()}, updates=3)
+    expected = recorded(asked, updates=3)
+    assert expected.losses[0] == pytest.approx(plain.losses[0], rel=1e-6)  # the distance is zero
+    assert expected.losses[2] != pytest.approx(plain.losses[2], rel=1e-6)
+    for strategy in ("ddp", "fsdp"):
+        run = recorded({**asked, "parallel": {"strategy": strategy}}, ranks=2, updates=3)
+        assert differences(run, expected) == []
+
+
+def test_a_loss_of_torch_has_no_companion() -> None:
+    asked = {**small.config(), "objective": {"kind": "custom", "target": "CrossEntropyLoss", "companion": "initial"}}
+    with fails(lockstep.ConfigError, "TorchLoss", key="objective.companion"), lockstep.session(asked):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("objective", "data", "words"),
+    [
+        ({"kind": "dpo"}, {"rejected": None}, ("dpo", "rejected")),
+        ({"kind": "next-token"}, {}, ("rejected", "next-token")),
+        ({"kind": "orpo", "companion": "initial"}, {}, ("companion", "orpo")),
+        ({"kind": "dpo", "margin": 2.0}, {}, ("margin", "simpo", "dpo")),
+        ({"kind": "ipo", "label_smoothing": 0.1}, {}, ("label_smoothing", "ipo")),
+        ({"kind": "distill"}, {"rejected": None}, ("distill", "companion")),
+        ({"kind": "dpo"}, {"train_on": "all"}, ("pairs", "train_on")),
+        ({"kind": "dpo"}, {"messages": None, "label": None}, ("rejected", "label")),
+    ],
+)
+def test_what_would_be_ignored_is_refused(
+    objective: Config, data: Config, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    asked = config(tmp_path, "dpo", objective=objective)
+    asked["data"] = {"train": {**asked["data"]["train"], **data}}
+    with fails(lockstep.ConfigError, *words):
+        validate(asked)
+
+
+def test_it_leaves_no_graph(chat: Path) -> None:
+    with lockstep.session(config(chat, "dpo")) as session:
+        engine: Any = components_of(session).engine
+        assert isinstance(engine._prepare, Companion)
+        [batch, *_] = next(iter(session.batches())).micro_batches
+        seen = engine._prepare(batch).companion
+        assert (seen.shape, seen.requires_grad) == ((2 * batch.samples,), False)
