@@ -83,7 +83,8 @@ def _sections(section: type[BaseModel]) -> st.SearchStrategy[dict[str, Any]]:
 _COUPLED = {
     (schema.TransformerModel, "width"), (schema.TransformerModel, "heads"), (schema.TransformerModel, "kv_heads"),
     *((kind, "init_partial") for kind in schema.ModelSection.__subclasses__()),
-    (schema.HuggingFaceModel, "architecture"), *((schema.ObjectiveConfig, key) for key in schema.ObjectiveConfig.model_fields if key != "label_smoothing"),
+    (schema.HuggingFaceModel, "architecture"),
+    *((schema.ObjectiveConfig, key) for key in schema.ObjectiveConfig.model_fields if key != "label_smoothing"),
     (schema.Optim, "nesterov"), (schema.Schedule, "warmup_ratio"), (schema.Schedule, "decay_ratio"),
     *((schema.Schedule, key) for key in ("kind", "power", "cycles", "milestones", "final_ratio")),
     *((schema.ActivationCheckpointing, key) for key in schema.ActivationCheckpointing.model_fields if key != "mode"),
@@ -93,7 +94,8 @@ _COUPLED = {
     (schema.Run, "samples"), (schema.Run, "tokens"), (schema.Run, "epochs"), (schema.Run, "steps"),
     (schema.Recovery, "notice"), (Watchdog, "enabled"), (BadSamples, "policy"),
     (Watchdog, "end_after"), (Watchdog, "end_start_after"),
-    *((schema.HuggingFaceData, key) for key in (*CHAT_KEYS, "text", "text_pair", "train_on_prompt", "packed", "rejected")),
+    *((schema.HuggingFaceData, key) for key in (*CHAT_KEYS, "text", "text_pair", "train_on_prompt", "packed")),
+    (schema.HuggingFaceData, "rejected"),
     (BadSamples, "limit"), (BadSamples, "timeout"), (BadNumbers, "rollback_steps"),
     (schema.Evaluation, "metrics"), (schema.Evaluation, "generate"),
 }  # fmt: skip

@@ -81,7 +81,7 @@ class HuggingFaceData(Section):
     """Column with the class (a float for regression, a list of 0 and 1 for multi-label), the target text (seq2seq), or
     the completion of the prompt in `text` or `messages` (language models)."""
     rejected: str | None = None
-    """Pairs of answers, such as for dpo: column with the answer that is rejected; `label` has the chosen one. With `messages`
+    """Pairs of answers, such as for dpo: column with the rejected answer; `label` has the chosen one. With `messages`
     and no `label`, both columns have whole conversations, which begin alike."""
     train_on_prompt: bool = False
     """Language models with `label`: train on the prompt's tokens, too."""

@@ -121,8 +121,7 @@ def make_plan(
     steps = horizon(config.run, batch.global_size, facts, config.data.drop_last)
     epochs, rest = divmod(steps or 0, epoch_steps)
     samples = None if steps is None else epochs * epoch_samples + rest * batch.global_size
-    per_sample = facts.tokens_per_sample
-    total = sum(parameter.elements for parameter in parameters)
+    per_sample, total = facts.tokens_per_sample, sum(parameter.elements for parameter in parameters)
     trainable = sum(parameter.elements for parameter in parameters if parameter.trainable)
     check_features(FeatureRequest(config, layout, batch, total - trainable), machine.device)
     plan = Plan(
@@ -146,19 +145,18 @@ def make_plan(
         placements=placements(state_of(config, ranks, held), ranks, layout, mesh),
         sent=sent_bytes(config, layout, parameters, mesh, batch),
         bubble=_waits(config.parallel.pipeline_parallel, mesh, batch),
-        warnings=(
-            *_batch_warnings(batch, facts),
-            *_schedule_warnings(config.schedule, steps),
-            *_idle(config.parallel, strategy, mesh),
-        ),
+        warnings=(),
     )
-    further = [
+    warnings = (
+        *_batch_warnings(batch, facts),
+        *_schedule_warnings(config.schedule, steps),
+        *_idle(config.parallel, strategy, mesh),
         *_bubble(config.parallel.pipeline_parallel, plan.bubble, mesh, batch),
         *_undecided(plan, machine.undecided),
         *_too_large(plan, machine.memory),
         *(resolved(strategy.hooks.check)(config, plan) if strategy.hooks.check else ()),
-    ]
-    return replace(plan, warnings=(*plan.warnings, *further))
+    )
+    return replace(plan, warnings=warnings)
 
 
 def _refuse_number(samples: int) -> None:
