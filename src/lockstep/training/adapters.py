@@ -77,20 +77,29 @@ def base_of(section: Model, model: nn.Module, axis: Axis) -> Mapping[str, str | 
     if adapter is None or (place is None and section.kind not in ("custom", "given")):
         return None
 
+    if place is not None:
+        return identity_of(place, axis)
+
     def find() -> dict[str, str | None]:
-        digest, revision = xxhash.xxh3_128(), None
-        if place is None:
-            tensors = model.state_dict()
-            for name in sorted(adapter.frozen):
-                digest.update(name.encode())
-                digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy())
-        else:
-            path = Path(place).expanduser()
-            folder = path if path.exists() else snapshot(place)
-            revision = folder.name if folder.parent.name == "snapshots" else None
-            for file in [folder] if folder.is_file() else sorted(folder.iterdir()):
-                if file.suffix in _WEIGHTS:
-                    digest.update(f"{file.name} {checksums.hash_of(file)}".encode())
+        digest, tensors = xxhash.xxh3_128(), model.state_dict()
+        for name in sorted(adapter.frozen):
+            digest.update(name.encode())
+            digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy())
+        return {"repository": None, "revision": None, "hash": digest.hexdigest()}
+
+    return cast("Mapping[str, str | None]", from_first_rank(axis, find))
+
+
+def identity_of(place: str, axis: Axis) -> Mapping[str, str | None]:
+    """Return repository, revision and hash of the files of pretrained weights. All ranks together."""
+
+    def find() -> dict[str, str | None]:
+        path, digest = Path(place).expanduser(), xxhash.xxh3_128()
+        folder = path if path.exists() else snapshot(place)
+        for file in [folder] if folder.is_file() else sorted(folder.iterdir()):
+            if file.suffix in _WEIGHTS:
+                digest.update(f"{file.name} {checksums.hash_of(file)}".encode())
+        revision = folder.name if folder.parent.name == "snapshots" else None
         return {"repository": place, "revision": revision, "hash": digest.hexdigest()}
 
     return cast("Mapping[str, str | None]", from_first_rank(axis, find))

@@ -43,7 +43,7 @@ from lockstep.sharding import ModelState
 from lockstep.training.adapters import base_of, lower_frozen
 from lockstep.training.answers import Answers
 from lockstep.training.checkpoints import checkpoints_in
-from lockstep.training.companion import companion_facts, identity_of, placed, whole_companion
+from lockstep.training.companion import companion_facts, companion_identity, placed, whole_companion
 from lockstep.training.components import Components, EvaluationParts, Purpose, Rate, UpdateParts
 from lockstep.training.deciding import machine_of
 from lockstep.training.flops import training_flops
@@ -95,9 +95,8 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
     made = parallelize(whole, config, plan, world, optimizer or NoOptimizer(), user_transforms(config, given))
     if purpose is Purpose.TRAIN:
         _refuse_not_finite(config.model, made.sharding.state, world)
-    companion = None if prepared.companion is None else placed(prepared.companion, config, plan, world)
-    computed, masks = prepared.computed, prepared.masks
-    engine = build_engine(made, config, plan, world, source, objective, computed, masks, companion)
+    parts = prepared.computed, prepared.masks, placed(prepared.companion, config, plan, world)
+    engine = build_engine(made, config, plan, world, source, objective, *parts)
 
     scaled = dtype is torch.float16 or made.sharding.rounds_to_fp16
     share, seed = made.position.share, config.run.seed
@@ -198,7 +197,8 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
         if meta is None:
             pretrained.put(model)
 
-    companion = whole_companion(config, plan, source.facts, model, given, partial(_first_inputs, source))
+    sample = partial(_first_inputs, source)
+    companion = whole_companion(config, plan, source.facts, model, given, sample, world.device)
     objective, source, evaluation = make_objective(config, (source, evaluation), given, model)
     tensor_plan = tensor_plan_of(config.parallel.tensor_parallel, plan.mesh, model)
     if tensor_plan:
@@ -221,7 +221,7 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
     deferred = meta is not None and purpose is not Purpose.TRAIN and not checked and is_saved_whole
     whole = WholeModel(model, list(tensors.shapes), meta, pretrained, tensor_plan, sample, deferred)
     world.axis.barrier()  # another rank may have downloaded or read weights
-    identity = identity_of(config, world.axis)
+    identity = companion_identity(config, world.axis)
     parts = (objective, computed, companion, identity, tensors, base, coupled, flops, masks)
     return _Prepared(whole, plan, source, evaluation, *parts)
 

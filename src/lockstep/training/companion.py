@@ -11,27 +11,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
-
-import xxhash
+from typing import TYPE_CHECKING
 
 from lockstep.config.schema import ActivationCheckpointing, HuggingFaceModel
 from lockstep.config.training_sections import INITIAL
-from lockstep.core import checksums
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.hub import snapshot
-from lockstep.distributed.collectives import from_first_rank
 from lockstep.models.build import build_meta_model, build_model, parameter_facts, sketch_model
 from lockstep.models.model_tensors import model_tensors
 from lockstep.models.weight_matching import match_initial_weights
 from lockstep.optim.absent import NoOptimizer
 from lockstep.strategies.registry import REFERENCE, find_strategy
+from lockstep.training.adapters import identity_of, lower_frozen
 from lockstep.training.parallelize import WholeModel, parallelize, tensor_plan_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import nn
 
     from lockstep.config.schema import Config, Model
@@ -42,7 +38,6 @@ if TYPE_CHECKING:
     from lockstep.training.user_objects import UserObjects
 
 _KEY = "objective.companion"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
 def _section(config: Config) -> Model | None:
@@ -63,12 +58,19 @@ def companion_facts(
     """Return the facts of the companion's parameters; `own`: of the model's. Raises ConfigError."""
     section = _section(config)
     if section is not None and section is not config.model:
-        own = parameter_facts(sketch_model(section, facts, trust_remote_code=trust_remote_code))
+        sketch = sketch_model(section, facts, trust_remote_code=trust_remote_code).requires_grad_(False)
+        own = parameter_facts(lower_frozen(sketch, config))
     return [replace(each, trainable=False) for each in own if section is not None]
 
 
 def whole_companion(
-    config: Config, plan: Plan, facts: DataFacts, model: nn.Module, given: UserObjects, sample: Callable[[], Inputs]
+    config: Config,
+    plan: Plan,
+    facts: DataFacts,
+    model: nn.Module,
+    given: UserObjects,
+    sample: Callable[[], Inputs],
+    device: torch.device,
 ) -> WholeModel | None:
     """Return the companion before it is placed; None: there is none.
 
@@ -88,7 +90,9 @@ def whole_companion(
         weights = match_initial_weights(companion, section)
         if weights is not None and meta is None:
             weights.put(companion)
-    companion.requires_grad_(False).eval()
+    if section is not config.model:
+        companion.requires_grad_(False)
+    lower_frozen(companion, config, device).requires_grad_(False).eval()
     tensor_plan = tensor_plan_of(config.parallel.tensor_parallel, plan.mesh, companion)
     return WholeModel(companion, list(model_tensors(companion).shapes), meta, weights, tensor_plan, sample)
 
@@ -97,13 +101,15 @@ def _is_sharded(config: Config, plan: Plan) -> bool:
     return bool(find_strategy(plan.strategy).variant(config.parallel).state.parameters)
 
 
-def placed(whole: WholeModel, config: Config, plan: Plan, world: World) -> nn.Module:
+def placed(whole: WholeModel | None, config: Config, plan: Plan, world: World) -> nn.Module | None:
     """Return the companion as this rank holds it. All ranks together."""
+    if whole is None:
+        return None
     name = "fsdp" if _is_sharded(config, plan) else REFERENCE.name
     fsdp = config.parallel.fsdp.model_copy(update={"wrap": "blocks"})  # it may be of other classes
     alone = config.with_values(
         model={"compile": False},
-        optim={"in_backward": False},
+        optim={"in_backward": False, "ema": None},
         memory={"activation_checkpointing": ActivationCheckpointing(), "activation_offload": "none"},
         parallel={"strategy": name, "fsdp": fsdp},
         run={"determinism": "default"},
@@ -111,24 +117,8 @@ def placed(whole: WholeModel, config: Config, plan: Plan, world: World) -> nn.Mo
     return parallelize(whole, alone, replace(plan, strategy=name), world, NoOptimizer()).sharding.state.model
 
 
-def identity_of(config: Config, axis: Axis) -> Mapping[str, str | None] | None:
-    """Return what the companion is, for checkpoints. All ranks together.
-
-    Returns:
-        Repository, revision and hash of its files; None: there is none, or it follows from the config.
-    """
+def companion_identity(config: Config, axis: Axis) -> Mapping[str, str | None] | None:
+    """Return what the companion is, for checkpoints; None: there is none, or it follows from the config."""
     section = _section(config)
     place = None if section is None else getattr(section, "pretrained", None) or section.init_from
-    if place is None:
-        return None
-
-    def find() -> dict[str, str | None]:
-        path, digest = Path(place).expanduser(), xxhash.xxh3_128()
-        folder = path if path.exists() else snapshot(place)
-        for file in [folder] if folder.is_file() else sorted(folder.iterdir()):
-            if file.suffix in _WEIGHTS:
-                digest.update(f"{file.name} {checksums.hash_of(file)}".encode())
-        revision = folder.name if folder.parent.name == "snapshots" else None
-        return {"repository": place, "revision": revision, "hash": digest.hexdigest()}
-
-    return cast("Mapping[str, str | None]", from_first_rank(axis, find))
+    return None if place is None else identity_of(place, axis)

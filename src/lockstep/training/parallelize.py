@@ -429,9 +429,7 @@ def build_engine(
         pipelined.check(few().inputs)
         check_tensor_plan([partial(pipelined.run_alone, stage) for stage in made.stages.own])
         return pipelined
-    prepare: Callable[[Batch], Batch] | None = computed.show if isinstance(computed, ChunkedHeadLoss) else None
-    if companion is not None:
-        prepare = Companion(companion, computed, autocast, muted_logging)
+    prepare = _preparation(computed, companion, autocast)
     if made.context is not None:
         from lockstep.engine.context_parallel import ContextEngine, SequenceDivider
 
@@ -445,6 +443,14 @@ def build_engine(
         return engine
     check_tensor_plan([lambda batch: call(model, batch.inputs)])
     return EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, prepare, world.clock)
+
+
+def _preparation(
+    computed: EvaluatedObjective, companion: nn.Module | None, autocast: Callable[[], AbstractContextManager[object]]
+) -> Callable[[Batch], Batch] | None:
+    if companion is not None:
+        return Companion(companion, computed, autocast, muted_logging)
+    return computed.show if isinstance(computed, ChunkedHeadLoss) else None
 
 
 def _both(
