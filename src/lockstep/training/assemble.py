@@ -99,8 +99,8 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
     engine = build_engine(made, config, plan, world, source, objective, *parts)
 
     scaled = dtype is torch.float16 or made.sharding.rounds_to_fp16
-    share, seed = made.position.share, config.run.seed
-    loader = TrainingLoader(source, plan.batch, share, seed, config.data, world.device, objective.count)
+    share = made.position.share
+    loader = TrainingLoader(source, plan.batch, share, config.run.seed, config.data, world.device, objective.count)
     if optimizer is not None:  # a user's may state its rate
         config = config.model_copy(update={"optim": optimizer.used})
     components = Components(
