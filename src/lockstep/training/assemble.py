@@ -119,9 +119,7 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
         evaluation=EvaluationParts(
             prepared.evaluation,
             _metrics(config, prepared, world.device),
-            Answers(config, plan, whole.module, prepared.evaluation, world.device)
-            if config.evaluation.generate
-            else None,
+            _answers(config, prepared, world.device),
             _evaluation_size(config.evaluation.micro_size, prepared, made.position),
             keyed_draws(config, plan, made, world),
         ),
@@ -279,6 +277,12 @@ def _metrics(config: Config, prepared: _Prepared, device: torch.device) -> Evalu
         if head.kind == "multiple-choice":
             size = dict(batch.inputs)["input_ids"].shape[1]
     return EvaluationMetrics(sections, outcome_of(objective, batch, size), device)
+
+
+def _answers(config: Config, prepared: _Prepared, device: torch.device) -> Answers | None:
+    if not config.evaluation.generate:
+        return None
+    return Answers(config, prepared.plan, prepared.whole.module, prepared.evaluation, device)
 
 
 def _evaluation_size(size: int | Literal["auto"], prepared: _Prepared, position: MeshPosition) -> int:
