@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 77_953
-MOST_FILES = 471
-MOST_CODE = 47_228
+MOST_LINES = 78_536
+MOST_FILES = 474
+MOST_CODE = 47_563
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
-LARGER_PACKAGES = {"training": 9_611}
+LARGER_PACKAGES = {"training": 9_786}
 MOST_SMALL_FILES = 7
 """Files of less than 60 lines, an `__init__` aside, that one other file imports."""
 MOST_IN_CIRCLES: dict[str, int] = {}
