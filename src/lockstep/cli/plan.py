@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,10 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     add_run(parser, "as if started on N ranks; with --measure, processes on this machine")
     text = "memory of each rank, such as 80GiB; by default this machine's, if it has devices or cores for all"
     parser.add_argument("--memory", type=size, metavar="SIZE", help=text)
+    text = "GPUs of a node, such as H100:8 (or FILE.toml:NAME:8): show a step's time on them, from any machine"
+    parser.add_argument("--gpus", metavar="NAME:N", help=text)
+    parser.add_argument("--nodes", type=int, metavar="N", help="with --gpus: nodes; default 1")
+    parser.add_argument("--price", metavar="PRICE", help="with --gpus: of a GPU for an hour, such as 2.5USD")
     text = "strategies to simulate for their peak memory; default %(default)s"
     parser.add_argument("--peak", choices=["all", "planned", "none"], default="all", help=text)
     text = "also run three updates here; show predicted and measured memory"
@@ -37,6 +42,8 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     args, overrides = parser.parse(arguments)
     if args.modes and not args.measure:
         raise ConfigError("--modes is for --measure: --measure --modes all")
+    if args.gpus is None and (args.nodes is not None or args.price is not None):
+        raise ConfigError("--nodes and --price are for --gpus, such as --gpus H100:8")
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
     execute = _measure_modes if args.modes else _plan
     return Prepared(partial(execute, args, loaded, name), loaded.config, f"plan-{name}")
@@ -56,19 +63,32 @@ def _measure_modes(args: argparse.Namespace, loaded: LoadedConfig, _: str) -> in
 
 
 def _plan(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
+    from lockstep.plan.gpus import parse_cluster, parse_price
     from lockstep.plan.plan import as_json, describe
     from lockstep.training.planning import plan_run
     from lockstep.training.user_objects import refuse_given
 
     trust = args.trust_remote_code
+    cluster = None if args.gpus is None else parse_cluster(args.gpus, args.nodes or 1)
+    price = None if args.price is None else parse_price(args.price)
+    if cluster is not None:
+        loaded = replace(loaded, config=loaded.config.with_values(launch={"ranks": cluster.ranks}))
+    memory = args.memory if args.memory or cluster is None else cluster.gpu.memory
     decision: Any = (None, "")
     if args.peak != "none":
-        from lockstep.simulation.planning import decision_of, describe_memory, estimates_of, estimator_for
+        from lockstep.simulation.planning import (
+            decision_of,
+            describe_memory,
+            describe_time,
+            estimates_of,
+            estimator_for,
+            run_costs,
+        )
 
         refuse_given(loaded)
-        estimator = estimator_for(loaded, args.memory, trust_remote_code=trust)
+        estimator = estimator_for(loaded, memory, cluster, trust_remote_code=trust)
         decision = decision_of(estimator)
-    plan = plan_run(loaded, args.memory, decision, trust_remote_code=trust)
+    plan = plan_run(loaded, memory, decision, trust_remote_code=trust)
     if not args.json:
         echo(f"{name}\n{describe(plan)}", flush=True)
     values = as_json(plan) if args.json else {}
@@ -77,17 +97,22 @@ def _plan(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
         values["strategies"] = [row.as_json() for row in rows]
         if not args.json:
             echo(f"\n{describe_memory(rows, estimator.memory)}", flush=True)
+        if cluster is not None:
+            for row, record in zip(rows, values["strategies"], strict=True):
+                record |= {} if row.time is None else run_costs(row.time, plan, cluster, price)
+            if not args.json:
+                echo(f"\n{describe_time(rows, cluster, plan, price)}")
     if args.measure:
         from lockstep.simulation.planning import describe_measured, measured_beside_predicted
 
-        memory = measured_beside_predicted(loaded, trust_remote_code=trust)
-        predicted, measured = memory.predicted, memory.measured
+        beside = measured_beside_predicted(loaded, trust_remote_code=trust)
+        predicted, measured = beside.predicted, beside.measured
         if predicted is None:
-            raise RunFailed(f"the run {memory.unpredictable}")
+            raise RunFailed(f"the run {beside.unpredictable}")
         values |= {"predicted_peak_bytes": predicted.bytes, "measured_peak_bytes": measured.bytes}
         values |= {"predicted": dict(predicted.by_category), "measured": dict(measured.by_category)}
         if not args.json:
-            echo(f"\n{describe_measured(predicted, measured, on_cpu=memory.on_cpu)}")
+            echo(f"\n{describe_measured(predicted, measured, on_cpu=beside.on_cpu)}")
     emit(values)
     if args.peak != "none" and rows[0].fails and loaded.config.launch.device != "cpu":
         raise RunFailed(f"the run {rows[0].note}")

@@ -36,20 +36,22 @@ class Properties:
 
 
 class Stream:
-    """A stream; work on it is done at once."""
+    """A stream; work on it is done at once. What waits for what is told to `on_order`."""
 
     def __init__(self, device: Any = None, priority: int = 0, **unused: Any) -> None:
         self.device = device
         self.priority = priority
 
     def wait_event(self, event: Event) -> None:
-        """Do nothing: the event has happened."""
+        _note_order("wait", self, event)
 
     def wait_stream(self, stream: Stream) -> None:
-        """Do nothing: the stream's work is done."""
+        self.wait_event(stream.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
-        return Event() if event is None else event
+        event = Event() if event is None else event
+        event.record(self)
+        return event
 
     def query(self) -> bool:
         return True
@@ -73,16 +75,17 @@ class Event:
         self.enable_timing = enable_timing
 
     def record(self, stream: Stream | None = None) -> None:
-        """Do nothing: all work is done."""
+        _note_order("record", stream or _device().current_stream(), self)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Do nothing: all work is done."""
+        (stream or _device().current_stream()).wait_event(self)
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
         note_wait("Event.synchronize")
+        _note_order("read", _device().current_stream(), self)
 
     def elapsed_time(self, end: Event) -> float:
         note_wait("Event.elapsed_time")
@@ -118,6 +121,7 @@ class _Device(ModuleType):
         self.properties = Properties()
         self.active = False
         self.on_wait: Callable[[str], None] | None = None
+        self.on_order: Callable[[str, Stream, Event], None] | None = None
         self.default = Stream()
         self._thread = threading.local()
         self.default_generators = (Generator(),)
@@ -262,6 +266,12 @@ def note_wait(call: str) -> None:
     on_wait = _device().on_wait
     if on_wait is not None:
         on_wait(call)
+
+
+def _note_order(what: str, stream: Stream, event: Event) -> None:
+    on_order = _device().on_order
+    if on_order is not None:
+        on_order(what, stream, event)
 
 
 @cache

@@ -20,6 +20,8 @@ from lockstep.plan.stated_facts import sizes_of_config
 from lockstep.simulation import device
 from lockstep.simulation.failing import Unpredictable, UserCodeFails, explained
 from lockstep.simulation.made_up import made_up_data
+from lockstep.simulation.timing import step_time
+from lockstep.simulation.trace import Trace
 from lockstep.simulation.updates import UPDATES, peak_of_rank
 from lockstep.strategies.registry import AUTO, REFERENCE, find_strategy, strategies, written_name
 
@@ -27,9 +29,11 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.core.records import DataFacts, ParameterFacts
     from lockstep.plan.choosing import Decision
+    from lockstep.plan.gpus import Cluster
     from lockstep.plan.modules import ModuleParameters
     from lockstep.plan.plan import Plan
     from lockstep.simulation.memory import Peak
+    from lockstep.simulation.timing import StepTime
     from lockstep.strategies.record import Strategy, Variant
     from lockstep.training.user_objects import UserObjects
 
@@ -47,6 +51,7 @@ class StrategyMemory:
         peak: None if it can't be simulated.
         fits: Whether the peak takes at most nine tenths of a rank's memory; None if either is unknown.
         note: The change that makes it fit, or why it can't be simulated; may be empty.
+        time: Of a step on the cluster, if one is named.
         modules: The whole model's parameters by module and dtype.
         fails: Whether the user's own code raises; the note says where.
     """
@@ -58,6 +63,7 @@ class StrategyMemory:
     note: str = ""
     modules: tuple[ModuleParameters, ...] = ()
     fails: bool = False
+    time: StepTime | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return it for programs: only plain values."""
@@ -70,6 +76,7 @@ class StrategyMemory:
             "fits": self.fits,
             **categories,
             "note": self.note,
+            **({} if self.time is None else self.time.as_json()),
         }
 
 
@@ -82,6 +89,7 @@ class Estimator:
         device_type: `cpu`: as ranks compute on the CPU.
         decision: What `auto` takes, if that is known.
         companion: The parameters of a frozen second model.
+        cluster: The GPUs that a step is timed for; None: it isn't.
     """
 
     config: Config
@@ -93,6 +101,7 @@ class Estimator:
     device_type: str = device.NAME
     companion: Sequence[ParameterFacts] = ()
     decision: Decision | None = None
+    cluster: Cluster | None = None
 
     def estimates(self) -> Iterator[StrategyMemory]:
         """Yield the memory under the config's own strategy, then under the others that its ranks can have."""
@@ -110,13 +119,14 @@ class Estimator:
         return make_plan(config, self.ranks, self.facts, self.parameters, machine, self.companion)
 
     def _estimate(self, name: str, config: Config, *, planned: bool) -> StrategyMemory:
-        refusal = ""
+        refusal, traces = "", list[Trace]()
         try:
             try:
-                peak = self.peak(config)
+                peak = self.peak(config, traces)
             except ConfigError as error:  # a combination that was never tested has a peak, too
                 refusal = str(error).splitlines()[0]
-                peak = self.peak(config.with_values(run={"allow_untested": True}))
+                config = config.with_values(run={"allow_untested": True})
+                peak = self.peak(config, traces)
         except ConfigError:
             return StrategyMemory(name, planned, None, None, refusal)
         except Unpredictable as error:
@@ -124,27 +134,45 @@ class Estimator:
             return StrategyMemory(name, planned, None, None, refusal or str(error), fails=fails)
         fits = self.fits(peak)
         note = refusal or (self.remedy(config) if planned and fits is False else "")
-        return StrategyMemory(name, planned, peak, fits, note)
+        return StrategyMemory(name, planned, peak, fits, note, time=self._time(config, traces))
 
-    def peak(self, config: Config) -> Peak:
-        """Return the peak of the rank that needs most, from a shortened run; raises ConfigError or Unpredictable."""
+    def _time(self, config: Config, traces: Sequence[Trace]) -> StepTime | None:
+        """Return the time of a step of the slowest stage."""
+        if self.cluster is None:
+            return None
+        batch, stages = self.planned(config).batch, len(traces)
+        times = (step_time(trace, self.cluster, batch.accumulation, stages) for trace in traces)
+        return max(times, key=lambda time: time.seconds)
+
+    def peak(self, config: Config, traces: list[Trace] | None = None) -> Peak:
+        """Return the peak of the rank that needs most, from a shortened run; raises ConfigError or Unpredictable.
+
+        Args:
+            traces: Receives the work of a step, by pipeline stage, if there is a cluster to time it for.
+        """
         plan = self.planned(config)
-        return self.exactly(_shortened(readable(config, self.facts), plan), UPDATES)
+        return self.exactly(_shortened(readable(config, self.facts), plan), UPDATES, traces)
 
-    def exactly(self, config: Config, updates: int) -> Peak:
+    def exactly(self, config: Config, updates: int, traces: list[Trace] | None = None) -> Peak:
         """Return the peak of the rank that needs most over N updates; raises as `peak` does."""
         try:
-            return max(self._peaks(config, updates), key=lambda peak: peak.bytes)
+            return max(self._peaks(config, updates, traces), key=lambda peak: peak.bytes)
         except (ConfigError, Unpredictable):
             raise
         except Exception as error:  # a model, or torch without data, may raise anything
             raise explained(error) from error
 
-    def _peaks(self, config: Config, updates: int) -> list[Peak]:
-        mesh = self.planned(config).mesh
-        stage_of = [mesh.coordinates(rank)["pipeline"] for rank in range(self.ranks)]
-        firsts = [stage_of.index(stage) for stage in range(mesh.pipeline)]
-        return [peak_of_rank(config, self.ranks, rank, self.given, updates, self.device_type) for rank in firsts]
+    def _peaks(self, config: Config, updates: int, traces: list[Trace] | None) -> list[Peak]:
+        plan = self.planned(config)
+        stage_of = [plan.mesh.coordinates(rank)["pipeline"] for rank in range(self.ranks)]
+        peaks = []
+        for stage in range(plan.mesh.pipeline):
+            trace = None if self.cluster is None or traces is None else Trace(plan.batch.accumulation)
+            rank = stage_of.index(stage)
+            peaks.append(peak_of_rank(config, self.ranks, rank, self.given, updates, self.device_type, trace))
+            if traces is not None and trace is not None:
+                traces.append(trace)
+        return peaks
 
     def fits(self, peak: Peak) -> bool | None:
         """Return whether a rank's memory is enough for a peak and what an allocator adds; None: it isn't known."""
@@ -191,7 +219,7 @@ def under(config: Config, strategy: Strategy, variant: Variant) -> Config:
 def _shortened(config: Config, plan: Plan) -> Config:
     micro_batches = min(plan.batch.accumulation, max(_MICRO_BATCHES, plan.mesh.pipeline))
     size = min(config.batch.global_size, plan.batch.micro_size * plan.mesh.shares * micro_batches)
-    length = {"steps": UPDATES, "samples": None, "tokens": None, "epochs": None}
+    length = {"steps": 2 * UPDATES, "samples": None, "tokens": None, "epochs": None}
     batch = {"global_size": size, "micro_size": plan.batch.micro_size}
     return config.with_values(batch=batch, run=length, data={"evaluation": {}}, parallel={"strategy": plan.strategy})
 

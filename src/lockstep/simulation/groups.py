@@ -72,24 +72,24 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._reduce("reduce", tensors, options)
 
     def _reduce(self, name: str, tensors: Any, options: Any) -> Any:
-        self._issue(name, tensors)
+        self._issue(name, tensors, options=options)
         for tensor in tensors:
             self._sum(tensor, options)
         return _done(tensors)
 
     def broadcast(self, tensors: Any, options: Any = None) -> Any:
-        self._issue("broadcast", tensors)
+        self._issue("broadcast", tensors, options=options)
         return _done(tensors)
 
     def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
-        self._issue("all_gather", inputs, outputs)
+        self._issue("all_gather", inputs, outputs, options)
         for parts, own in zip(outputs, inputs, strict=True):
             for part in parts:
                 part.copy_(own)
         return _done(outputs)
 
     def all_gather_single(self, output: Tensor, own: Tensor, options: Any = None) -> Any:
-        self._issue("all_gather", [own], [output])
+        self._issue("all_gather", [own], [output], options)
         output.view(self._size, -1).copy_(own.reshape(1, -1).expand(self._size, -1))
         return _done(output)
 
@@ -99,14 +99,14 @@ class SimulatedGroup(dist.ProcessGroup):
         return _done(outputs)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
-        self._issue("reduce_scatter", inputs, outputs)
+        self._issue("reduce_scatter", inputs, outputs, options)
         for output, parts in zip(outputs, inputs, strict=True):
             output.copy_(parts[self.rank()])
             self._sum(output, options)
         return _done(outputs)
 
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, options: Any = None) -> Any:
-        self._issue("reduce_scatter", [whole], [output])
+        self._issue("reduce_scatter", [whole], [output], options)
         if self.device_type == "cpu":
             whole = whole.clone()  # gloo sums a copy of everything
         output.view(-1).copy_(whole.reshape(self._size, -1)[self.rank()])
@@ -167,7 +167,7 @@ class SimulatedGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def _issue(self, name: str, inputs: Any, outputs: Any = ()) -> None:
+    def _issue(self, name: str, inputs: Any, outputs: Any = (), options: Any = None) -> None:
         tensors = [*_tensors(inputs), *_tensors(outputs)]
         wrong = next((tensor for tensor in tensors if tensor.device.type != self.device_type), None)
         if wrong is not None:
@@ -175,7 +175,11 @@ class SimulatedGroup(dist.ProcessGroup):
                 f"{name} of a group for {self.device_type} tensors got one on {wrong.device}: "
                 f"{wrong.dtype} {list(wrong.shape)}"
             )
-        self.issued.append(Collective(name, self._size, sum(tensor.nbytes for tensor in _tensors(inputs))))
+        size = sum(tensor.nbytes for tensor in _tensors(inputs))
+        self.issued.append(Collective(name, self._size, size))
+        if listener is not None:
+            whole = size * self._size if name == "all_gather" else size
+            listener.issue(self, name, whole, options)
 
     def _sum(self, tensor: Tensor, options: Any) -> None:
         if options is None or options.reduceOp == ReduceOp.SUM:
@@ -205,12 +209,16 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _done(result: Any) -> Any:
+    if listener is not None:
+        listener.issued()
     future: Future[Any] = Future()
     future.set_result(result)
     return _create_work_from_future(future)
 
 
 _issued: list[Collective] = []
+listener: Any = None
+"""A trace that records collectives."""
 
 
 @contextmanager

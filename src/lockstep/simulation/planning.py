@@ -23,7 +23,7 @@ from torch import nn
 from lockstep.config.training_sections import Memory
 from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, OutOfMemory, Paused, RunFailed, Stopped
-from lockstep.core.formatting import size
+from lockstep.core.formatting import aligned, size
 from lockstep.core.ranks import RankEnvironment
 from lockstep.core.stopping import undo_on_stop
 from lockstep.core.terminal import muted_stderr
@@ -37,6 +37,7 @@ from lockstep.simulation.estimate import Estimator, StrategyMemory, decide
 from lockstep.simulation.failing import Unpredictable
 from lockstep.simulation.made_up import made_up_texts
 from lockstep.simulation.memory import CATEGORIES, HEADS, MemoryLedger, Peak, Watched, resizes_seen
+from lockstep.simulation.timing import SHARES, StepTime
 from lockstep.simulation.updates import run_updates
 from lockstep.training.adapters import lower_frozen
 from lockstep.training.ahead import imports_ahead
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
     from lockstep.plan.choosing import Decision
+    from lockstep.plan.gpus import Cluster, Price
+    from lockstep.plan.plan import Plan
     from lockstep.training.api import ConfigLike
     from lockstep.training.session import Session
 
@@ -61,6 +64,7 @@ Extent = Literal["all", "planned"]
 _MEASURED_UPDATES = 3
 _TIMED_UPDATES = 5
 _SHOWN = 1e-3  # fraction of a peak; a category with more has a column
+_LEAST_SHARE = 5e-3  # of a step; a part with more has a column
 
 
 def estimate_memory(
@@ -93,9 +97,13 @@ def estimate_memory(
     return list(estimates_of(estimator_of(checked, ranks, memory, given), None, "all"))
 
 
-def estimator_for(loaded: LoadedConfig, memory: int | None, *, trust_remote_code: bool) -> Estimator:
-    """Return the estimator of a command's run; `memory` of None: what a rank would have on this machine."""
+def estimator_for(
+    loaded: LoadedConfig, memory: int | None, cluster: Cluster | None = None, *, trust_remote_code: bool
+) -> Estimator:
+    """Return the estimator of a command's run; `memory` of None: what a rank has on the cluster, or on this machine."""
     config, given = loaded.config, UserObjects(trust_remote_code=trust_remote_code)
+    if cluster is not None:
+        return replace(estimator_of(config, cluster.ranks, memory or cluster.gpu.memory, given), cluster=cluster)
     ranks = choose_ranks(config.launch)
     return estimator_of(config, ranks, memory or memory_here(config, ranks), given)
 
@@ -159,6 +167,36 @@ def describe_memory(rows: Sequence[StrategyMemory], memory: int | None) -> str:
         lines.append(f"tight: over nine tenths of {size(memory)}; an allocator needs about a tenth")
     lines += [f"\n{row.name}: {row.note}." for row in rows if row.planned and row.peak is not None and row.note]
     return "\n".join(lines)
+
+
+def describe_time(rows: Sequence[StrategyMemory], cluster: Cluster, plan: Plan, price: Price | None) -> str:
+    """Return the table of a step's time for people: a row for each strategy, a column for each part that any has."""
+    timed = [(row, row.time) for row in rows if row.time is not None]
+    parts = [part for part in SHARES if any(step.parts[part] > _LEAST_SHARE * step.seconds for _, step in timed)]
+    costs = ["hours"] * (plan.steps is not None) + ["cost"] * (plan.steps is not None and price is not None)
+    head = ["step on", "ms", *parts, f"{'tokens' if plan.has_tokens else 'samples'}/s", "MFU", *costs, ""]
+    table = [[f"{head[0]} {cluster}", *head[1:]]]
+    for row, step in timed:
+        run = run_costs(step, plan, cluster, price)
+        values = [f"{1000 * step.seconds:,.1f}", *(f"{step.parts[part] / step.seconds:.0%}" for part in parts)]
+        values += [f"{run['per_second']:,.0f}", f"{step.mfu:.1%}"]
+        values += [f"{run['hours']:,.1f}"] * ("hours" in run)
+        values += [price.text(run["cost"])] if price is not None and "cost" in run else []
+        fits = "" if row.fits in (True, None) else "doesn't fit"
+        table.append([row.name, *values, "<-" if row.planned else fits])
+    return "\n".join(aligned([tuple(line) for line in table], left={0}))
+
+
+def run_costs(step: StepTime, plan: Plan, cluster: Cluster, price: Price | None) -> dict[str, float]:
+    """Return tokens (or samples) per second; and hours, kWh and cost, if the run's length is known."""
+    per_step = plan.batch.global_size if plan.tokens is None or not plan.steps else plan.tokens / plan.steps
+    values = {"per_second": per_step / step.seconds}
+    if plan.steps is not None:
+        hours = plan.steps * step.seconds / 3600
+        values |= {"hours": hours, "kwh": hours * cluster.ranks * cluster.gpu.watts / 1000}
+        if price is not None:
+            values["cost"] = hours * cluster.ranks * price.per_hour
+    return values
 
 
 def describe_measured(predicted: Peak, measured: Peak, *, on_cpu: bool) -> str:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
+from lockstep.core.progress import Progress
 from lockstep.simulation import device
 from lockstep.simulation.memory import MemoryLedger, Peak, module_of, resizes_seen
 from lockstep.simulation.ranks import simulated_rank
+from lockstep.simulation.trace import recorded
 from lockstep.training.assemble import assemble
 from lockstep.training.components import Purpose
 from lockstep.training.session import components_of
@@ -18,36 +23,52 @@ from lockstep.training.session import components_of
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.simulation.memory import Category
+    from lockstep.simulation.trace import Trace
     from lockstep.training.session import Session
     from lockstep.training.user_objects import UserObjects
 
 UPDATES = 2
 """The first makes the optimizer's state."""
+_CHECKED = 2  # steps 0, 1, 2, 4, 8, ... are watched for writes to parameters
+Recorder = Callable[[nn.Module], AbstractContextManager[Callable[[], None]]]
 
 
 def peak_of_rank(
-    config: Config, ranks: int, rank: int, given: UserObjects, updates: int = UPDATES, device_type: str = device.NAME
+    config: Config,
+    ranks: int,
+    rank: int,
+    given: UserObjects,
+    updates: int = UPDATES,
+    device_type: str = device.NAME,
+    trace: Trace | None = None,
 ) -> Peak:
-    """Return the peak of a rank over the first updates of a run; `device_type` is the ranks', `cpu` or simulated."""
+    """Return the peak of a rank over the first updates of a run; `device_type` is the ranks', `cpu` or simulated.
+
+    Args:
+        trace: Receives the work of the last update.
+    """
     with simulated_rank(rank, ranks, device_type=device_type) as simulated:
         ledger, watchers = MemoryLedger(device_type), simulated.execution.watchers
         if device_type != "cpu":
             watchers.append(ledger.see)
         with resizes_seen(ledger):
             copied = replace(given, model=copy.deepcopy(given.model)) if isinstance(given.model, nn.Module) else given
+            recorder = None if trace is None else partial(recorded, trace, simulated.execution)
             session = assemble(config, simulated.world, copied, Purpose.RESUME)  # initial values are not drawn
             ledger.restart()  # a session is assembled with the help of shapes, which the device never holds
             if device_type == "cpu":
                 watchers.append(ledger.see)  # later, because a dataset's tensors are the CPU's, too
             try:
-                run_updates(session, ledger, updates)
+                if trace is not None:  # checks of the first updates are not in each one
+                    session.progress = Progress(steps=_CHECKED)
+                run_updates(session, ledger, _CHECKED + updates if trace is not None else updates, recorder)
             finally:
                 session.close()
         return ledger.peak()
 
 
-def run_updates(session: Session, ledger: MemoryLedger, updates: int) -> None:
-    """Run updates, and record in the ledger what the session's tensors are."""
+def run_updates(session: Session, ledger: MemoryLedger, updates: int, recorder: Recorder | None = None) -> None:
+    """Run until so many updates are done, and record in the ledger what the session's tensors are; and the last one."""
     model, state = components_of(session).sharding.state.model, components_of(session).sharding.state
 
     def own_state() -> None:
@@ -69,10 +90,13 @@ def run_updates(session: Session, ledger: MemoryLedger, updates: int) -> None:
     with ledger.modules_seen(model):
         for batch in session.batches():
             ledger.phase = "activations"
-            session.accumulate(batch)
-            own_gradients()
-            ledger.phase = "optimizer"
-            session.commit()
+            is_recorded = recorder is not None and session.progress.steps == updates - 1
+            with recorder(model) if recorder is not None and is_recorded else nullcontext(lambda: None) as end_backward:
+                session.accumulate(batch)
+                end_backward()
+                own_gradients()
+                ledger.phase = "optimizer"
+                session.commit()
             ledger.phase = "other"
             own_state()
             if session.progress.steps == updates:

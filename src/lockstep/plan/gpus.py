@@ -1,0 +1,116 @@
+"""GPUs by name, and clusters of them: `gpus.toml` has their figures with the sources."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.closest import did_you_mean
+from lockstep.core.errors import ConfigError
+
+_REACHED = "reached"
+_SIGNS = {"$": "USD", "€": "EUR", "£": "GBP"}
+
+
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """A GPU, in units of 1: bytes, FLOP/s, bytes/s, watts.
+
+    Attributes:
+        flops: Dense, by the bytes of an element: 4 (TF32), 2 (bf16), 1 (fp8).
+        link: Between the GPUs of a node, one way.
+        network: To other nodes, one way, for each GPU.
+        reached: The fractions that kernels and collectives reach: `matmul`, `attention`, `memory`, `link`, `network`.
+    """
+
+    name: str
+    memory: int
+    flops: Mapping[int, float]
+    bandwidth: float
+    multiprocessors: int
+    link: float
+    network: float
+    watts: float
+    reached: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes of equal GPUs."""
+
+    gpu: GPU
+    per_node: int
+    nodes: int
+
+    @property
+    def ranks(self) -> int:
+        return self.per_node * self.nodes
+
+    def __str__(self) -> str:
+        return f"{self.ranks} x {self.gpu.name}" + (f" ({self.nodes} nodes)" if self.nodes > 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """The price of a GPU for an hour."""
+
+    per_hour: float
+    currency: str
+
+    def text(self, amount: float) -> str:
+        return f"{amount:,.2f} {self.currency}"
+
+
+def parse_price(text: str) -> Price:
+    """Return the price of `2.5USD` or `$2.5`. Raises ConfigError."""
+    match = re.fullmatch(r"(?P<sign>[$€£])?\s*(?P<amount>\d+(\.\d+)?)\s*(?P<name>[A-Za-z]{3})?", text.strip())
+    if match is None or bool(match["sign"]) == bool(match["name"]):
+        raise ConfigError(f"--price {text}: write the price of a GPU for an hour with its currency, such as 2.5USD")
+    return Price(float(match["amount"]), (match["name"] or _SIGNS[match["sign"]]).upper())
+
+
+def parse_cluster(text: str, nodes: int = 1) -> Cluster:
+    """Return the cluster of `NAME:PER_NODE`, or `FILE.toml:NAME:PER_NODE` for GPUs of your own. Raises ConfigError."""
+    name, _, number = text.rpartition(":")
+    if not number.isdecimal() or int(number) < 1:
+        raise ConfigError(f"--gpus {text}: write a GPU and how many a node has, such as H100:8")
+    if nodes < 1:
+        raise ConfigError(f"--nodes {nodes}: there is at least 1 node")
+    file, _, own = name.rpartition(":")
+    return Cluster(_gpu(own, {**_known(), **(_read(Path(file).read_text()) if file else {})}), int(number), nodes)
+
+
+def _gpu(name: str, known: Mapping[str, Mapping[str, Any]]) -> GPU:
+    by_lower = {each.lower(): each for each in known}
+    if (key := by_lower.get(name.lower())) is None:
+        raise ConfigError(f"--gpus: there is no GPU {name!r} in plan/gpus.toml; {did_you_mean(name, known)}")
+    figures = _inherited(key, known)
+    flops = {4: figures["tf32"] * 1e12, 2: figures["bf16"] * 1e12, 1: figures["fp8"] * 1e12}
+    memory, rates = (
+        int(figures["memory"] * 2**30),
+        {each: figures[each] * 1e9 for each in ("bandwidth", "link", "network")},
+    )
+    return GPU(
+        key, memory, flops, rates["bandwidth"], figures["multiprocessors"], rates["link"], rates["network"],
+        figures["watts"], figures[_REACHED],
+    )  # fmt: skip
+
+
+def _inherited(name: str, known: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    own = known[name]
+    return {**_inherited(own["like"], known), **own} if "like" in own else own
+
+
+@cache
+def _known() -> Mapping[str, Mapping[str, Any]]:
+    return _read((files("lockstep.plan") / "gpus.toml").read_text())
+
+
+def _read(text: str) -> Mapping[str, Mapping[str, Any]]:
+    return tomllib.loads(text)

@@ -1,0 +1,237 @@
+"""The work of a step in the order in which a rank issues it: operations, collectives, and what waits for what.
+
+    host       issues everything, one thing after the other, and waits where it reads a value
+    streams    run operations in order; events let one wait for another
+    network    runs collectives, beside the streams
+
+A trace is recorded once, on the simulated device, and holds for every GPU; `lockstep.simulation.timing` replays it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from lockstep.simulation import device, groups
+
+Part = Literal["matmul", "attention", "memory", "optimizer"]
+"""Products of matrices and convolutions; attention; what only moves bytes; the optimizer's step."""
+
+aten = torch.ops.aten
+_NO_KERNEL = {
+    aten.detach, aten.alias, aten._unsafe_view, aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty,
+    aten.new_empty_strided, aten.set_, aten.resize_, aten.lift_fresh, aten._reshape_alias, aten.is_same_size,
+}  # fmt: skip
+_GATHERS = {aten.embedding, aten.index, aten.gather, aten.index_select, aten.nll_loss_forward}
+"""They read as many elements of a tensor as they write."""
+_WRITES = {aten.copy_, aten.fill_, aten.zero_, aten._foreach_copy_, aten._foreach_zero_}
+"""They don't read their first argument."""
+
+
+class Operation(NamedTuple):
+    """A kernel, or several.
+
+    Attributes:
+        flops: Of matrix products and attention.
+        bytes: Read and written.
+        shape: [batch, m, n, k] of a matrix product.
+        width: Bytes of an element.
+        backward: Whether it runs in a backward; what is computed again there, too.
+    """
+
+    stream: int
+    part: Part
+    flops: int
+    bytes: int
+    shape: tuple[int, int, int, int] | None
+    width: int
+    backward: bool
+
+
+class Sent(NamedTuple):
+    """A collective of a group of global ranks: the bytes of the whole tensor; or a send or receive."""
+
+    stream: int
+    name: str
+    ranks: tuple[int, ...]
+    bytes: int
+    asynchronous: bool
+
+
+class Order(NamedTuple):
+    """Something that takes no time by itself.
+
+    record, wait   of an event by a stream
+    issue          an operation without a kernel, such as a view
+    read           the host waits for an event, or for all that was issued
+    join           the stream waits for all collectives
+    forward        of a micro-batch begins
+    """
+
+    what: Literal["record", "wait", "issue", "read", "join", "forward"]
+    stream: int = 0
+    event: int = 0
+
+
+Entry = Operation | Sent | Order
+
+
+@dataclass(slots=True)
+class Trace:
+    """The work of one rank's step of some micro-batches."""
+
+    micro_batches: int = 1
+    entries: list[Entry] = field(default_factory=list)
+    in_optimizer: bool = False
+    _streams: dict[int, int] = field(default_factory=dict)
+    _held: list[Any] = field(default_factory=list)  # streams and events, which are named by their addresses
+    _ranks: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _in_collective: bool = False
+
+    def begin_forward(self, *unused: object) -> None:
+        self.entries.append(Order("forward", self._stream()))
+
+    def end_backward(self) -> None:
+        """Let the stream wait for all collectives, as DDP's reducer and FSDP do; the optimizer's step comes next."""
+        self.entries.append(Order("join", self._stream()))
+        self.in_optimizer = True
+
+    def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> None:
+        """Record an operation: a watcher of `Execution`."""
+        if self._in_collective or not any(tensor.device.type == device.NAME for tensor in outputs or _tensors(args)):
+            return
+        if func.namespace == "_c10d_functional":
+            self.entries.append(Order("join", self._stream()))
+            return
+        packet, stream = func._overloadpacket, self._stream()
+        if func.is_view or packet in _NO_KERNEL:
+            self.entries.append(Order("issue", stream))
+            return
+        flops = flop_registry[packet](*args, **kwargs, out_val=_result(outputs)) if packet in flop_registry else 0
+        part: Part = "optimizer" if self.in_optimizer else "memory"
+        if flops:
+            part = "attention" if "attention" in func.name() else "matmul"
+            if part == "attention" and _is_causal(func, args, kwargs):
+                flops //= 2
+        width = min((tensor.element_size() for tensor in _tensors(args) if tensor.is_floating_point()), default=4)
+        moved, backward = _bytes(func, args, kwargs, outputs), torch._C._current_graph_task_id() != -1
+        self.entries.append(Operation(stream, part, flops, moved, _shape(packet, args), width, backward))
+
+    def ordered(self, what: Literal["record", "wait", "read"], stream: device.Stream, event: device.Event) -> None:
+        self._held.append(event)
+        self.entries.append(Order(what, self._stream(stream), id(event)))
+
+    def read(self, call: str) -> None:
+        """Record that the host waits for all that was issued."""
+        if call != "Event.synchronize":  # which `ordered` gets
+            self.entries.append(Order("read", self._stream()))
+
+    def issue(self, group: Any, name: str, size: int, options: Any) -> None:
+        """Record a collective; the operations until `issued` only make its result."""
+        ranks = self._ranks.get(id(group))
+        if ranks is None:
+            ranks = self._ranks[id(group)] = _ranks_of(group)
+            self._held.append(group)
+        if len(ranks) > 1:
+            waits = getattr(options, "asyncOp", True)
+            self.entries.append(Sent(self._stream(), name, ranks, size, waits))
+        self._in_collective = True
+
+    def issued(self) -> None:
+        self._in_collective = False
+
+    def _stream(self, stream: device.Stream | None = None) -> int:
+        stream = stream or device.register().current_stream()
+        if id(stream) not in self._streams:
+            self._streams[id(stream)] = len(self._streams)
+            self._held.append(stream)
+        return self._streams[id(stream)]
+
+
+@contextmanager
+def recorded(trace: Trace, execution: Any, model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Record what the simulated rank does while the block runs; yield what is to be called after the backward."""
+    module = device.register()
+    on_wait = module.on_wait
+
+    def wait(call: str) -> None:
+        on_wait(call)
+        trace.read(call)
+
+    note_sync = execution.note_sync
+
+    def read(operation: str) -> None:
+        note_sync(operation)
+        trace.read(operation)
+
+    execution.watchers.append(trace.see)
+    with (
+        patch.object(module, "on_wait", wait),
+        patch.object(module, "on_order", trace.ordered),
+        patch.object(execution, "note_sync", read),
+        patch.object(groups, "listener", trace),
+    ):
+        forwards = model.register_forward_pre_hook(trace.begin_forward)
+        try:
+            yield trace.end_backward
+        finally:
+            forwards.remove()
+            execution.watchers.remove(trace.see)
+
+
+def _ranks_of(group: Any) -> tuple[int, ...]:
+    known: Mapping[Any, Mapping[int, int]] = dist.distributed_c10d._world.pg_group_ranks
+    for process_group, ranks in known.items():
+        if process_group is group or group in process_group.__dict__.values():
+            return tuple(ranks)
+    return tuple(range(group.size()))
+
+
+def _result(outputs: Sequence[Tensor]) -> Any:
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _is_causal(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    if "is_causal" not in names:
+        return False
+    place = names.index("is_causal")
+    return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
+
+
+def _shape(packet: Any, args: tuple[Any, ...]) -> tuple[int, int, int, int] | None:
+    if packet in (aten.mm, aten.addmm):
+        left, right = args[-2:] if packet is aten.mm else args[1:3]
+        return 1, left.shape[0], right.shape[1], left.shape[1]
+    if packet in (aten.bmm, aten.baddbmm):
+        left, right = args[:2] if packet is aten.bmm else args[1:3]
+        return left.shape[0], left.shape[1], right.shape[2], left.shape[2]
+    return None
+
+
+def _bytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> int:
+    packet = func._overloadpacket
+    written = _size(outputs) + _size(_tensors(kwargs.get("out")))
+    if packet in _GATHERS:
+        return 2 * written
+    if func.name().startswith("fsdp::all_gather_copy_in"):
+        return 2 * _size(_tensors(args[0]))
+    read = _size(_tensors(args[1:] if packet in _WRITES else args))
+    return read + (written or _size(_tensors(args)))
+
+
+def _size(tensors: Sequence[Tensor]) -> int:
+    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
