@@ -69,7 +69,7 @@ def _plan(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     from lockstep.training.user_objects import refuse_given
 
     trust = args.trust_remote_code
-    cluster = None if args.gpus is None else parse_cluster(args.gpus, args.nodes or 1)
+    cluster = None if args.gpus is None else parse_cluster(args.gpus, 1 if args.nodes is None else args.nodes)
     price = None if args.price is None else parse_price(args.price)
     if cluster is not None:
         loaded = replace(loaded, config=loaded.config.with_values(launch={"ranks": cluster.ranks}))

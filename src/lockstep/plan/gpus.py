@@ -83,7 +83,11 @@ def parse_cluster(text: str, nodes: int = 1) -> Cluster:
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes}: there is at least 1 node")
     file, _, own = name.rpartition(":")
-    return Cluster(_gpu(own, {**_known(), **(_read(Path(file).read_text()) if file else {})}), int(number), nodes)
+    try:
+        more = tomllib.loads(Path(file).read_text()) if file else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--gpus {text}: {file}: {error}") from None
+    return Cluster(_gpu(own, {**_known(), **more}), int(number), nodes)
 
 
 def _gpu(name: str, known: Mapping[str, Mapping[str, Any]]) -> GPU:
@@ -109,8 +113,4 @@ def _inherited(name: str, known: Mapping[str, Mapping[str, Any]]) -> Mapping[str
 
 @cache
 def _known() -> Mapping[str, Mapping[str, Any]]:
-    return _read((files("lockstep.plan") / "gpus.toml").read_text())
-
-
-def _read(text: str) -> Mapping[str, Mapping[str, Any]]:
-    return tomllib.loads(text)
+    return tomllib.loads((files("lockstep.plan") / "gpus.toml").read_text())

@@ -134,15 +134,19 @@ class Estimator:
             return StrategyMemory(name, planned, None, None, refusal or str(error), fails=fails)
         fits = self.fits(peak)
         note = refusal or (self.remedy(config) if planned and fits is False else "")
-        return StrategyMemory(name, planned, peak, fits, note, time=self._time(config, traces))
+        time = None if self.cluster is None else self._time_of(config, traces, self.cluster)
+        return StrategyMemory(name, planned, peak, fits, note, time=time)
 
-    def _time(self, config: Config, traces: Sequence[Trace]) -> StepTime | None:
-        """Return the time of a step of the slowest stage."""
-        if self.cluster is None:
-            return None
-        batch, stages = self.planned(config).batch, len(traces)
-        times = (step_time(trace, self.cluster, batch.accumulation, stages) for trace in traces)
-        return max(times, key=lambda time: time.seconds)
+    def step_time(self, config: Config, cluster: Cluster) -> StepTime:
+        """Return the time of a step on a cluster; raises as `peak` does."""
+        traces = list[Trace]()
+        replace(self, cluster=cluster).peak(config, traces)
+        return self._time_of(config, traces, cluster)
+
+    def _time_of(self, config: Config, traces: Sequence[Trace], cluster: Cluster) -> StepTime:
+        accumulation = self.planned(config).batch.accumulation
+        times = (step_time(trace, cluster, accumulation, stages=len(traces)) for trace in traces)
+        return max(times, key=lambda time: time.seconds)  # of the slowest stage
 
     def peak(self, config: Config, traces: list[Trace] | None = None) -> Peak:
         """Return the peak of the rank that needs most, from a shortened run; raises ConfigError or Unpredictable.

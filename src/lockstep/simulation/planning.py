@@ -103,7 +103,7 @@ def estimator_for(
     """Return the estimator of a command's run; `memory` of None: what a rank has on the cluster, or on this machine."""
     config, given = loaded.config, UserObjects(trust_remote_code=trust_remote_code)
     if cluster is not None:
-        return replace(estimator_of(config, cluster.ranks, memory or cluster.gpu.memory, given), cluster=cluster)
+        return estimator_of(config, cluster.ranks, memory or cluster.gpu.memory, given, cluster)
     ranks = choose_ranks(config.launch)
     return estimator_of(config, ranks, memory or memory_here(config, ranks), given)
 
@@ -132,7 +132,9 @@ def estimates_of(estimator: Estimator, decision: Decision | None, extent: Extent
             return
 
 
-def estimator_of(config: Config, ranks: int, memory: int | None, given: UserObjects) -> Estimator:
+def estimator_of(
+    config: Config, ranks: int, memory: int | None, given: UserObjects, cluster: Cluster | None = None
+) -> Estimator:
     """Return the estimator of a run; a model is described without its weights."""
     facts = facts_of_config(config) or sizes_of_config(config) or data_facts(config, given)[0]
     model = given.model if isinstance(given.model, nn.Module) else None
@@ -142,6 +144,8 @@ def estimator_of(config: Config, ranks: int, memory: int | None, given: UserObje
     own = parameter_facts(sketch if sketch is model else lower_frozen(sketch, config))
     companion = companion_facts(config, facts, own, trust_remote_code=given.trust_remote_code)
     return Estimator(config, ranks, facts, own, given, memory, companion=companion)
+    parameters = parameter_facts(sketch if sketch is model else lower_frozen(sketch, config))
+    return Estimator(config, ranks, facts, parameters, given, memory, cluster=cluster)
 
 
 # --- text ---------------------------------------------------------------------------------------------------------
@@ -174,12 +178,13 @@ def describe_time(rows: Sequence[StrategyMemory], cluster: Cluster, plan: Plan, 
     timed = [(row, row.time) for row in rows if row.time is not None]
     parts = [part for part in SHARES if any(step.parts[part] > _LEAST_SHARE * step.seconds for _, step in timed)]
     costs = ["hours"] * (plan.steps is not None) + ["cost"] * (plan.steps is not None and price is not None)
-    head = ["step on", "ms", *parts, f"{'tokens' if plan.has_tokens else 'samples'}/s", "MFU", *costs, ""]
+    head = ["step on", "ms", *parts, f"{'samples' if plan.tokens is None else 'tokens'}/s", "MFU", *costs, ""]
     table = [[f"{head[0]} {cluster}", *head[1:]]]
     for row, step in timed:
         run = run_costs(step, plan, cluster, price)
         values = [f"{1000 * step.seconds:,.1f}", *(f"{step.parts[part] / step.seconds:.0%}" for part in parts)]
-        values += [f"{run['per_second']:,.0f}", f"{step.mfu:.1%}"]
+        speed = run.get("tokens_per_second", run["samples_per_second"])
+        values += [f"{speed:,.0f}", f"{step.mfu:.1%}"]
         values += [f"{run['hours']:,.1f}"] * ("hours" in run)
         values += [price.text(run["cost"])] if price is not None and "cost" in run else []
         fits = "" if row.fits in (True, None) else "doesn't fit"
@@ -188,9 +193,10 @@ def describe_time(rows: Sequence[StrategyMemory], cluster: Cluster, plan: Plan, 
 
 
 def run_costs(step: StepTime, plan: Plan, cluster: Cluster, price: Price | None) -> dict[str, float]:
-    """Return tokens (or samples) per second; and hours, kWh and cost, if the run's length is known."""
-    per_step = plan.batch.global_size if plan.tokens is None or not plan.steps else plan.tokens / plan.steps
-    values = {"per_second": per_step / step.seconds}
+    """Return samples, and tokens, per second; and hours, kWh and cost, if the run's length is known."""
+    values = {"samples_per_second": plan.batch.global_size / step.seconds}
+    if plan.tokens is not None and plan.samples:
+        values["tokens_per_second"] = values["samples_per_second"] * plan.tokens / plan.samples
     if plan.steps is not None:
         hours = plan.steps * step.seconds / 3600
         values |= {"hours": hours, "kwh": hours * cluster.ranks * cluster.gpu.watts / 1000}

@@ -189,11 +189,8 @@ def recorded(trace: Trace, execution: Any, model: nn.Module) -> Iterator[Callabl
 
 
 def _ranks_of(group: Any) -> tuple[int, ...]:
-    known: Mapping[Any, Mapping[int, int]] = dist.distributed_c10d._world.pg_group_ranks
-    for process_group, ranks in known.items():
-        if process_group is group or group in process_group.__dict__.values():
-            return tuple(ranks)
-    return tuple(range(group.size()))
+    """Return a group's global ranks, in its order."""
+    return tuple(dist.distributed_c10d._world.pg_group_ranks[group])
 
 
 def _result(outputs: Sequence[Tensor]) -> Any:

@@ -1,0 +1,223 @@
+"""The predicted time of a step: what is counted, what bounds it, what overlaps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.commands import run_lockstep
+from kit.failures import gives
+from simulation.test_peak_memory import NOTHING, decoder
+
+from lockstep.config.schema import Config
+from lockstep.core.errors import ConfigError
+from lockstep.plan.gpus import GPU, Cluster, parse_cluster, parse_price
+from lockstep.simulation.planning import estimator_of
+from lockstep.simulation.timing import (
+    SHARES,
+    StepTime,
+    collective_seconds,
+    operation_seconds,
+    shape_efficiency,
+    step_time,
+)
+from lockstep.simulation.trace import Operation, Order, Sent, Trace
+
+H100 = parse_cluster("H100:8").gpu
+WIDTH, LAYERS, LENGTH, VOCABULARY = 1024, 4, 512, 4096
+
+
+def large(ranks: int, strategy: str = "fsdp", micro_batches: int = 2, **sections: Any) -> Config:
+    """Return a decoder that is large enough for its products to take most of the time."""
+    return Config.model_validate(
+        {
+            "model": {"kind": "transformer", "vocabulary": VOCABULARY, "layers": LAYERS, "heads": 8, "width": WIDTH},
+            "data": {"train": {"kind": "tokens", "folder": "not-on-this-machine", "length": LENGTH}},
+            "batch": {"global_size": 16 * ranks * micro_batches, "micro_size": 16},
+            "optim": {"name": "adamw", "lr": 1e-3},
+            "precision": {"compute": "bf16"},
+            "parallel": {"strategy": strategy},
+            "run": {"steps": 10},
+            **sections,
+        }
+    )
+
+
+def time_of(config: Config, cluster: Cluster) -> StepTime:
+    return estimator_of(config, cluster.ranks, None, NOTHING).step_time(config, cluster)
+
+
+def cluster(nodes: int = 1, per_node: int = 8, **figures: Any) -> Cluster:
+    return Cluster(replace(H100, **figures), per_node, nodes)
+
+
+def test_the_flops_are_those_of_the_model() -> None:
+    step = time_of(large(1, "single"), cluster(per_node=1))
+    tokens = 2 * 16 * LENGTH
+    products = 6 * tokens * (LAYERS * 12 * WIDTH**2 + WIDTH * VOCABULARY)
+    attention = 3 * LAYERS * tokens * 2 * LENGTH * WIDTH  # half of all pairs
+    assert step.flops == pytest.approx(products + attention, rel=0.01)
+    assert step.mfu == pytest.approx(step.flops / step.seconds / 989.4e12)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 8), ("fsdp", 8), ("zero3", 8)])
+def test_the_parts_are_the_step(strategy: str, ranks: int) -> None:
+    parallel = (
+        {"strategy": "deepspeed", "deepspeed": {"zero_stage": 3}} if strategy == "zero3" else {"strategy": strategy}
+    )
+    step = time_of(large(ranks, parallel=parallel), cluster(per_node=ranks))
+    assert sum(step.parts.values()) == pytest.approx(step.seconds)
+    assert set(step.parts) == set(SHARES)
+    assert step.parts["matmul"] > step.parts["attention"] > 0
+    assert (step.parts["communication"] + step.hidden > 0) == (ranks > 1)
+    assert 0.05 < step.mfu < 0.6
+
+
+def test_micro_batches_that_are_not_simulated_take_as_long_as_those_that_are() -> None:
+    two, eight = (time_of(large(8, micro_batches=number), cluster()) for number in (2, 8))
+    once = (eight.seconds - two.seconds) / 6
+    assert two.seconds / 2 == pytest.approx(once, rel=0.2)
+    assert eight.flops == pytest.approx(4 * two.flops)
+    assert eight.parts["optimizer"] == two.parts["optimizer"]
+
+
+def test_a_fast_link_hides_what_a_slow_one_shows() -> None:
+    fast, slow = (time_of(large(8), cluster(link=link)) for link in (450e9, 4e9))
+    assert fast.parts["communication"] < 0.1 * fast.seconds < 0.5 * slow.seconds < slow.parts["communication"]
+    assert fast.parts["matmul"] == slow.parts["matmul"]
+
+
+def test_a_network_between_nodes_takes_longer_than_a_link_within_one() -> None:
+    one = time_of(large(16), cluster(per_node=16))
+    two = time_of(large(16), cluster(2, network=2e9))
+    assert two.parts["communication"] > 5 * one.parts["communication"]
+
+
+def test_a_slow_host_is_what_small_operations_wait_for() -> None:
+    small = decoder(launch={"device": "auto"}, run={"steps": 10})
+    step = time_of(small, cluster(per_node=1))
+    assert step.parts["host"] > 0.5 * step.seconds
+
+
+def test_stages_wait_for_each_other() -> None:
+    piped = large(
+        2, micro_batches=4, parallel={"strategy": "ddp", "pipeline": 2}, batch={"global_size": 64, "micro_size": 16}
+    )
+    step = time_of(piped, cluster(per_node=2))
+    assert 0.1 < step.parts["bubble"] / step.seconds < 0.35  # (stages - 1) / (micro-batches + stages - 1) = 1 / 5
+    assert sum(step.parts.values()) == pytest.approx(step.seconds)
+
+
+# --- the replay ---------------------------------------------------------------------------------------------------
+
+
+def product(stream: int = 0, size: int = 4096) -> Operation:
+    return Operation(stream, "matmul", 2 * size**3, 3 * 2 * size**2, (1, size, size, size), 2, backward=False)
+
+
+def replayed(*entries: Any) -> StepTime:
+    return step_time(Trace(entries=[Order("forward"), *entries]), cluster(), 1)
+
+
+def test_a_collective_runs_beside_operations_until_something_waits() -> None:
+    sent = Sent(0, "all_reduce", tuple(range(8)), 10**9, asynchronous=True)
+    alone, reduce = replayed(product()).seconds, collective_seconds(sent, cluster())
+    beside, before = replayed(sent, product()), replayed(sent, Order("join"), product())
+    assert beside.seconds < before.seconds == pytest.approx(alone + reduce, rel=0.01)
+    assert beside.hidden > 0 == pytest.approx(before.hidden, abs=1e-5)
+
+
+def test_an_event_orders_two_streams() -> None:
+    ordered = replayed(product(1), Order("record", 1, 7), Order("wait", 0, 7), product(0))
+    assert ordered.seconds == pytest.approx(2 * replayed(product()).seconds, rel=0.05)
+
+
+@given(st.integers(1, 8192), st.integers(1, 8192), st.integers(1, 8192), st.integers(1, 64))
+def test_no_product_is_faster_than_the_gpu(m: int, n: int, k: int, batch: int) -> None:
+    shape = (batch, m, n, k)
+    flops, moved = 2 * batch * m * n * k, 2 * batch * (m * k + k * n + m * n)
+    assert 0 < shape_efficiency(shape, H100) <= 1
+    seconds = operation_seconds(Operation(0, "matmul", flops, moved, shape, 2, backward=False), H100)
+    assert seconds >= flops / H100.flops[2]
+    assert seconds >= moved / H100.bandwidth
+
+
+@given(st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"]), st.integers(1, 10**10), st.integers(1, 32))
+def test_no_collective_is_faster_than_its_links(name: str, size: int, nodes: int) -> None:
+    sent = Sent(0, name, tuple(range(8 * nodes)), size, asynchronous=True)
+    within = collective_seconds(sent, Cluster(H100, 8 * nodes, 1))
+    assert (
+        collective_seconds(sent, Cluster(H100, 8, nodes)) >= within >= size * (8 * nodes - 1) / (8 * nodes) / H100.link
+    )
+
+
+# --- what people ask ----------------------------------------------------------------------------------------------
+
+
+def test_the_gpus_by_name(tmp_path: Path) -> None:
+    assert str(parse_cluster("h100:8", 4)) == "32 x H100 (4 nodes)"
+    assert parse_cluster("H200:1").gpu.flops == H100.flops
+    own = tmp_path / "own.toml"
+    own.write_text('[MINE]\nlike = "H100"\nmemory = 20\n')
+    mine = parse_cluster(f"{own}:MINE:2")
+    assert (mine.gpu.memory, mine.gpu.bandwidth, mine.ranks) == (20 << 30, H100.bandwidth, 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["H100", "H200", "B200", "A100-80GB", "A100-40GB", "L4", "L40S", "A10G", "RTX4090", "RTX5090", "MI300X"]
+)
+def test_each_gpu_has_its_figures(name: str) -> None:
+    gpu: GPU = parse_cluster(f"{name}:1").gpu
+    assert gpu.flops[4] < gpu.flops[2] <= gpu.flops[1]
+    assert all(0 < share <= 1 for share in gpu.reached.values())
+    assert 1e10 < gpu.memory < 1e12 < 10 * gpu.bandwidth < 1e14
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        (("--gpus", "H10:8"), ("H10", "H100")),
+        (("--gpus", "H100"), ("H100", "H100:8")),
+        (("--gpus", "H100:0"), ("H100:0", "H100:8")),
+        (("--gpus", "H100:8", "--nodes", "0"), ("--nodes 0", "1 node")),
+        (("--gpus", "H100:8", "--price", "2.5"), ("2.5", "2.5USD")),
+        (("--price", "2.5USD"), ("--gpus", "H100:8")),
+        (("--gpus", "no-file.toml:MINE:8"), ("no-file.toml",)),
+    ],
+)
+def test_bad_input_gets_the_nearest_right_value(
+    words: tuple[str, ...], values: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = run_lockstep("plan", "digits", "--peak", "none", *words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert gives(done.stderr, *values)
+
+
+def test_prices() -> None:
+    assert [parse_price(text).text(1000.5) for text in ("2.5usd", "$2", "€ 1.20")] == [
+        "1,000.50 USD",
+        "1,000.50 USD",
+        "1,000.50 EUR",
+    ]
+    with pytest.raises(ConfigError):
+        parse_price("$2.5EUR")
+
+
+def test_the_command_shows_hours_and_cost(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(large(16).model_dump(mode="json", exclude_unset=True)))
+    words = ("plan", "run.json", "--gpus", "H100:8", "--nodes", "2", "--price", "2USD", "--peak", "planned")
+    shown = run_lockstep(*words, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert gives(shown.stdout, "16 x H100 (2 nodes)", "tokens/s", "hours", "cost")
+    assert gives(shown.stdout, "fsdp", "USD")
+    [row] = json.loads(run_lockstep(*words, "--json", cwd=tmp_path).stdout)["strategies"]
+    assert row["hours"] == pytest.approx(10 * row["step_seconds"] / 3600)
+    assert row["cost"] == pytest.approx(row["hours"] * 16 * 2)
+    assert row["tokens_per_second"] == pytest.approx(16 * 16 * 2 * LENGTH / row["step_seconds"])
+    assert row["kwh"] == pytest.approx(row["hours"] * 16 * 0.7)
+    assert row["mfu"] > 0
