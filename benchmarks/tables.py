@@ -23,6 +23,7 @@ import monitoring
 import optimizers
 import pipelines
 import plan_memory
+import plan_time
 import recovery
 import relay
 import resume
@@ -132,6 +133,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "guards": guards.table,
     "plan_memory": plan_memory.table,
     "plan_memory_gpu": plan_memory.table,
+    "plan_time": plan_time.table,
     "gpu_steps": gpu_steps.table,
 }
 

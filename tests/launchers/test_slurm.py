@@ -153,7 +153,8 @@ def test_of_a_sweep_only_the_preempted_run_starts_again(slurm: Cluster, tmp_path
     first = 'if [ "$SLURM_ARRAY_TASK_ID" = 1 ]; then scancel --signal=USR1 "${SLURM_ARRAY_JOB_ID}_1"; sleep 0.5; fi'
     done = stopped_run(slurm, tmp_path, first, "--sweep", "optim.lr=0.1,0.01", "--sweep", "run.seed=1,2", steps=12)
     assert done.returncode == 0, (done, slurm.logs())
-    ends = sorted(line.partition("_")[2] for line in done.stderr.splitlines()[-4:])
+    states = [line for line in done.stderr.splitlines() if line.startswith("Slurm job")]
+    ends = sorted(line.partition("_")[2] for line in states[-4:])
     assert [line[:12] for line in ends] == ["0: COMPLETED", "1: COMPLETED", "2: COMPLETED", "3: COMPLETED"]
     assert [line.endswith("restart 1") for line in ends] == [False, True, False, False]
     assert all((tmp_path / "run" / str(number) / "summary.json").is_file() for number in range(4))

@@ -16,7 +16,7 @@ from simulation.test_peak_memory import NOTHING, decoder
 
 from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError
-from lockstep.plan.gpus import GPU, Cluster, parse_cluster, parse_price
+from lockstep.plan.gpus import GPU, GPUCluster, parse_cluster, parse_price
 from lockstep.simulation.planning import estimator_of
 from lockstep.simulation.timing import (
     SHARES,
@@ -26,7 +26,7 @@ from lockstep.simulation.timing import (
     shape_efficiency,
     step_time,
 )
-from lockstep.simulation.trace import Operation, Order, Sent, Trace
+from lockstep.simulation.trace import Operation, Order, Sent, StepTrace
 
 H100 = parse_cluster("H100:8").gpu
 WIDTH, LAYERS, LENGTH, VOCABULARY = 1024, 4, 512, 4096
@@ -48,12 +48,12 @@ def large(ranks: int, strategy: str = "fsdp", micro_batches: int = 2, **sections
     )
 
 
-def time_of(config: Config, cluster: Cluster) -> StepTime:
+def time_of(config: Config, cluster: GPUCluster) -> StepTime:
     return estimator_of(config, cluster.ranks, None, NOTHING).step_time(config, cluster)
 
 
-def cluster(nodes: int = 1, per_node: int = 8, **figures: Any) -> Cluster:
-    return Cluster(replace(H100, **figures), per_node, nodes)
+def cluster(nodes: int = 1, per_node: int = 8, **figures: Any) -> GPUCluster:
+    return GPUCluster(replace(H100, **figures), per_node, nodes)
 
 
 def test_the_flops_are_those_of_the_model() -> None:
@@ -121,7 +121,7 @@ def product(stream: int = 0, size: int = 4096) -> Operation:
 
 
 def replayed(*entries: Any) -> StepTime:
-    return step_time(Trace(entries=[Order("forward"), *entries]), cluster(), 1)
+    return step_time(StepTrace(entries=[Order("forward"), *entries]), cluster(), 1)
 
 
 def test_a_collective_runs_beside_operations_until_something_waits() -> None:
@@ -150,9 +150,11 @@ def test_no_product_is_faster_than_the_gpu(m: int, n: int, k: int, batch: int) -
 @given(st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"]), st.integers(1, 10**10), st.integers(1, 32))
 def test_no_collective_is_faster_than_its_links(name: str, size: int, nodes: int) -> None:
     sent = Sent(0, name, tuple(range(8 * nodes)), size, asynchronous=True)
-    within = collective_seconds(sent, Cluster(H100, 8 * nodes, 1))
+    within = collective_seconds(sent, GPUCluster(H100, 8 * nodes, 1))
     assert (
-        collective_seconds(sent, Cluster(H100, 8, nodes)) >= within >= size * (8 * nodes - 1) / (8 * nodes) / H100.link
+        collective_seconds(sent, GPUCluster(H100, 8, nodes))
+        >= within
+        >= size * (8 * nodes - 1) / (8 * nodes) / H100.link
     )
 
 

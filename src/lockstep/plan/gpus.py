@@ -41,7 +41,7 @@ class GPU:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class GPUCluster:
     """Nodes of equal GPUs."""
 
     gpu: GPU
@@ -75,7 +75,7 @@ def parse_price(text: str) -> Price:
     return Price(float(match["amount"]), (match["name"] or _SIGNS[match["sign"]]).upper())
 
 
-def parse_cluster(text: str, nodes: int = 1) -> Cluster:
+def parse_cluster(text: str, nodes: int = 1) -> GPUCluster:
     """Return the cluster of `NAME:PER_NODE`, or `FILE.toml:NAME:PER_NODE` for GPUs of your own. Raises ConfigError."""
     name, _, number = text.rpartition(":")
     if not number.isdecimal() or int(number) < 1:
@@ -87,7 +87,7 @@ def parse_cluster(text: str, nodes: int = 1) -> Cluster:
         more = tomllib.loads(Path(file).read_text()) if file else {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"--gpus {text}: {file}: {error}") from None
-    return Cluster(_gpu(own, {**_known(), **more}), int(number), nodes)
+    return GPUCluster(_gpu(own, {**_known(), **more}), int(number), nodes)
 
 
 def _gpu(name: str, known: Mapping[str, Mapping[str, Any]]) -> GPU:

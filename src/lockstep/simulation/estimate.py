@@ -21,7 +21,7 @@ from lockstep.simulation import device
 from lockstep.simulation.failing import Unpredictable, UserCodeFails, explained
 from lockstep.simulation.made_up import made_up_data
 from lockstep.simulation.timing import step_time
-from lockstep.simulation.trace import Trace
+from lockstep.simulation.trace import StepTrace
 from lockstep.simulation.updates import UPDATES, peak_of_rank
 from lockstep.strategies.registry import AUTO, REFERENCE, find_strategy, strategies, written_name
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.core.records import DataFacts, ParameterFacts
     from lockstep.plan.choosing import Decision
-    from lockstep.plan.gpus import Cluster
+    from lockstep.plan.gpus import GPUCluster
     from lockstep.plan.modules import ModuleParameters
     from lockstep.plan.plan import Plan
     from lockstep.simulation.memory import Peak
@@ -101,7 +101,7 @@ class Estimator:
     device_type: str = device.NAME
     companion: Sequence[ParameterFacts] = ()
     decision: Decision | None = None
-    cluster: Cluster | None = None
+    cluster: GPUCluster | None = None
 
     def estimates(self) -> Iterator[StrategyMemory]:
         """Yield the memory under the config's own strategy, then under the others that its ranks can have."""
@@ -119,7 +119,7 @@ class Estimator:
         return make_plan(config, self.ranks, self.facts, self.parameters, machine, self.companion)
 
     def _estimate(self, name: str, config: Config, *, planned: bool) -> StrategyMemory:
-        refusal, traces = "", list[Trace]()
+        refusal, traces = "", list[StepTrace]()
         try:
             try:
                 peak = self.peak(config, traces)
@@ -137,18 +137,18 @@ class Estimator:
         time = None if self.cluster is None else self._time_of(config, traces, self.cluster)
         return StrategyMemory(name, planned, peak, fits, note, time=time)
 
-    def step_time(self, config: Config, cluster: Cluster) -> StepTime:
+    def step_time(self, config: Config, cluster: GPUCluster) -> StepTime:
         """Return the time of a step on a cluster; raises as `peak` does."""
-        traces = list[Trace]()
+        traces = list[StepTrace]()
         replace(self, cluster=cluster).peak(config, traces)
         return self._time_of(config, traces, cluster)
 
-    def _time_of(self, config: Config, traces: Sequence[Trace], cluster: Cluster) -> StepTime:
+    def _time_of(self, config: Config, traces: Sequence[StepTrace], cluster: GPUCluster) -> StepTime:
         accumulation = self.planned(config).batch.accumulation
         times = (step_time(trace, cluster, accumulation, stages=len(traces)) for trace in traces)
         return max(times, key=lambda time: time.seconds)  # of the slowest stage
 
-    def peak(self, config: Config, traces: list[Trace] | None = None) -> Peak:
+    def peak(self, config: Config, traces: list[StepTrace] | None = None) -> Peak:
         """Return the peak of the rank that needs most, from a shortened run; raises ConfigError or Unpredictable.
 
         Args:
@@ -157,7 +157,7 @@ class Estimator:
         plan = self.planned(config)
         return self.exactly(_shortened(readable(config, self.facts), plan), UPDATES, traces)
 
-    def exactly(self, config: Config, updates: int, traces: list[Trace] | None = None) -> Peak:
+    def exactly(self, config: Config, updates: int, traces: list[StepTrace] | None = None) -> Peak:
         """Return the peak of the rank that needs most over N updates; raises as `peak` does."""
         try:
             return max(self._peaks(config, updates, traces), key=lambda peak: peak.bytes)
@@ -166,12 +166,12 @@ class Estimator:
         except Exception as error:  # a model, or torch without data, may raise anything
             raise explained(error) from error
 
-    def _peaks(self, config: Config, updates: int, traces: list[Trace] | None) -> list[Peak]:
+    def _peaks(self, config: Config, updates: int, traces: list[StepTrace] | None) -> list[Peak]:
         plan = self.planned(config)
         stage_of = [plan.mesh.coordinates(rank)["pipeline"] for rank in range(self.ranks)]
         peaks = []
         for stage in range(plan.mesh.pipeline):
-            trace = None if self.cluster is None or traces is None else Trace(plan.batch.accumulation)
+            trace = None if self.cluster is None or traces is None else StepTrace(plan.batch.accumulation)
             rank = stage_of.index(stage)
             peaks.append(peak_of_rank(config, self.ranks, rank, self.given, updates, self.device_type, trace))
             if traces is not None and trace is not None:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
     from lockstep.plan.choosing import Decision
-    from lockstep.plan.gpus import Cluster, Price
+    from lockstep.plan.gpus import GPUCluster, Price
     from lockstep.plan.plan import Plan
     from lockstep.training.api import ConfigLike
     from lockstep.training.session import Session
@@ -98,7 +98,7 @@ def estimate_memory(
 
 
 def estimator_for(
-    loaded: LoadedConfig, memory: int | None, cluster: Cluster | None = None, *, trust_remote_code: bool
+    loaded: LoadedConfig, memory: int | None, cluster: GPUCluster | None = None, *, trust_remote_code: bool
 ) -> Estimator:
     """Return the estimator of a command's run; `memory` of None: what a rank has on the cluster, or on this machine."""
     config, given = loaded.config, UserObjects(trust_remote_code=trust_remote_code)
@@ -133,7 +133,7 @@ def estimates_of(estimator: Estimator, decision: Decision | None, extent: Extent
 
 
 def estimator_of(
-    config: Config, ranks: int, memory: int | None, given: UserObjects, cluster: Cluster | None = None
+    config: Config, ranks: int, memory: int | None, given: UserObjects, cluster: GPUCluster | None = None
 ) -> Estimator:
     """Return the estimator of a run; a model is described without its weights."""
     facts = facts_of_config(config) or sizes_of_config(config) or data_facts(config, given)[0]
@@ -173,7 +173,7 @@ def describe_memory(rows: Sequence[StrategyMemory], memory: int | None) -> str:
     return "\n".join(lines)
 
 
-def describe_time(rows: Sequence[StrategyMemory], cluster: Cluster, plan: Plan, price: Price | None) -> str:
+def describe_time(rows: Sequence[StrategyMemory], cluster: GPUCluster, plan: Plan, price: Price | None) -> str:
     """Return the table of a step's time for people: a row for each strategy, a column for each part that any has."""
     timed = [(row, row.time) for row in rows if row.time is not None]
     parts = [part for part in SHARES if any(step.parts[part] > _LEAST_SHARE * step.seconds for _, step in timed)]
@@ -192,7 +192,7 @@ def describe_time(rows: Sequence[StrategyMemory], cluster: Cluster, plan: Plan, 
     return "\n".join(aligned([tuple(line) for line in table], left={0}))
 
 
-def run_costs(step: StepTime, plan: Plan, cluster: Cluster, price: Price | None) -> dict[str, float]:
+def run_costs(step: StepTime, plan: Plan, cluster: GPUCluster, price: Price | None) -> dict[str, float]:
     """Return samples, and tokens, per second; and hours, kWh and cost, if the run's length is known."""
     values = {"samples_per_second": plan.batch.global_size / step.seconds}
     if plan.tokens is not None and plan.samples:

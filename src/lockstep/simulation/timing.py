@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from lockstep.plan.gpus import GPU, Cluster
-from lockstep.simulation.trace import Operation, Order, Sent, Trace
+from lockstep.plan.gpus import GPU, GPUCluster
+from lockstep.simulation.trace import Operation, Order, Sent, StepTrace
 
 Share = Literal["matmul", "attention", "memory", "optimizer", "communication", "host", "bubble"]
 SHARES: tuple[Share, ...] = get_args(Share)
@@ -66,7 +66,7 @@ class StepTime:
 
 @dataclass(slots=True)
 class _Replay:
-    cluster: Cluster
+    cluster: GPUCluster
     host: float = 0.0
     streams: dict[int, float] = field(default_factory=dict)
     events: dict[int, float] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class _Replay:
     width: int = 4  # bytes of an element in the products
     forwards: list[float] = field(default_factory=list)
 
-    def run(self, trace: Trace) -> None:
+    def run(self, trace: StepTrace) -> None:
         for entry in trace.entries:
             now = self.streams.get(entry.stream, 0.0)
             if isinstance(entry, Operation):
@@ -128,15 +128,15 @@ class _Replay:
         return max([self.host, self.network, *self.streams.values()])
 
 
-def step_time(trace: Trace, cluster: Cluster, micro_batches: int, stages: int = 1) -> StepTime:
+def step_time(trace: StepTrace, cluster: GPUCluster, micro_batches: int, stages: int = 1) -> StepTime:
     """Return the time of a step of N micro-batches; the trace may have fewer of them."""
     replay = _Replay(cluster)
     replay.run(trace)
     in_trace, times = trace.micro_batches, replay.forwards
     end, optimizer = max(replay.end, sum(replay.busy.values())), replay.busy["optimizer"]  # streams share the GPU
-    one = (end - optimizer) / in_trace if stages > 1 or len(times) < 2 else times[1] - times[0]
-    more, bubble = micro_batches - in_trace, one * (stages - 1)
-    seconds, scale = end + more * one + bubble, micro_batches / in_trace
+    repeated = (end - optimizer) / in_trace if stages > 1 or len(times) < 2 else times[1] - times[0]
+    more, bubble = micro_batches - in_trace, repeated * (stages - 1)
+    seconds, scale = end + more * repeated + bubble, micro_batches / in_trace
     parts: dict[Share, float] = dict.fromkeys(SHARES, 0.0) | {"bubble": bubble}
     for part, busy in replay.busy.items():
         parts[part] = busy * (1 if part == "optimizer" else scale)
@@ -172,7 +172,7 @@ def shape_efficiency(shape: tuple[int, int, int, int], gpu: GPU) -> float:
     return filled * waves / math.ceil(waves) * k / (k + _DEEP)
 
 
-def collective_seconds(sent: Sent, cluster: Cluster) -> float:
+def collective_seconds(sent: Sent, cluster: GPUCluster) -> float:
     """Return the seconds of a collective: its steps from rank to rank, and a ring's bytes over the slowest link."""
     gpu, ranks = cluster.gpu, len(sent.ranks)
     nodes = len({rank // cluster.per_node for rank in sent.ranks})

@@ -32,9 +32,9 @@ _NO_KERNEL = {
     aten.new_empty_strided, aten.set_, aten.resize_, aten.lift_fresh, aten._reshape_alias, aten.is_same_size,
 }  # fmt: skip
 _GATHERS = {aten.embedding, aten.index, aten.gather, aten.index_select, aten.nll_loss_forward}
-"""They read as many elements of a tensor as they write."""
+"""Operations that read as many elements of a tensor as they write."""
 _WRITES = {aten.copy_, aten.fill_, aten.zero_, aten._foreach_copy_, aten._foreach_zero_}
-"""They don't read their first argument."""
+"""Operations that don't read their first argument."""
 
 
 class Operation(NamedTuple):
@@ -86,7 +86,7 @@ Entry = Operation | Sent | Order
 
 
 @dataclass(slots=True)
-class Trace:
+class StepTrace:
     """The work of one rank's step of some micro-batches."""
 
     micro_batches: int = 1
@@ -158,7 +158,7 @@ class Trace:
 
 
 @contextmanager
-def recorded(trace: Trace, execution: Any, model: nn.Module) -> Iterator[Callable[[], None]]:
+def recorded(trace: StepTrace, execution: Any, model: nn.Module) -> Iterator[Callable[[], None]]:
     """Record what the simulated rank does while the block runs; yield what is to be called after the backward."""
     module = device.register()
     on_wait = module.on_wait

@@ -23,7 +23,7 @@ from lockstep.training.session import components_of
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.simulation.memory import Category
-    from lockstep.simulation.trace import Trace
+    from lockstep.simulation.trace import StepTrace
     from lockstep.training.session import Session
     from lockstep.training.user_objects import UserObjects
 
@@ -40,7 +40,7 @@ def peak_of_rank(
     given: UserObjects,
     updates: int = UPDATES,
     device_type: str = device.NAME,
-    trace: Trace | None = None,
+    trace: StepTrace | None = None,
 ) -> Peak:
     """Return the peak of a rank over the first updates of a run; `device_type` is the ranks', `cpu` or simulated.
 
@@ -68,7 +68,11 @@ def peak_of_rank(
 
 
 def run_updates(session: Session, ledger: MemoryLedger, updates: int, recorder: Recorder | None = None) -> None:
-    """Run until so many updates are done, and record in the ledger what the session's tensors are; and the last one."""
+    """Run until N updates are done, and record what the session's tensors are.
+
+    Args:
+        recorder: Records the work of the last update.
+    """
     model, state = components_of(session).sharding.state.model, components_of(session).sharding.state
 
     def own_state() -> None:
