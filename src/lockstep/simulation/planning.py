@@ -143,9 +143,7 @@ def estimator_of(
     sketch = model or sketch_model(config.model, facts, trust_remote_code=given.trust_remote_code)
     own = parameter_facts(sketch if sketch is model else lower_frozen(sketch, config))
     companion = companion_facts(config, facts, own, trust_remote_code=given.trust_remote_code)
-    return Estimator(config, ranks, facts, own, given, memory, companion=companion)
-    parameters = parameter_facts(sketch if sketch is model else lower_frozen(sketch, config))
-    return Estimator(config, ranks, facts, parameters, given, memory, cluster=cluster)
+    return Estimator(config, ranks, facts, own, given, memory, companion=companion, cluster=cluster)
 
 
 # --- text ---------------------------------------------------------------------------------------------------------
