@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 78_536
-MOST_FILES = 474
-MOST_CODE = 47_563
+MOST_LINES = 79_216
+MOST_FILES = 477
+MOST_CODE = 47_992
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
 LARGER_PACKAGES = {"training": 9_786}
