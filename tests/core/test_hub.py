@@ -106,11 +106,11 @@ def test_a_snapshot_has_the_weights_of_one_kind(kind: str, tmp_path: Path, monke
     files = files if kind == "safetensors" else [file for file in files if not file.endswith("safetensors")]
     asked: list[set[str]] = []
 
-    def download(name: str, **patterns: list[str]) -> str:
+    def download(name: str, revision: str | None, **patterns: list[str]) -> str:
         asked.append(set(filter_repo_objects(files, **patterns)))
         return str(tmp_path)
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, name: files)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, name, revision: files)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(hub, "is_connected", lambda: True)
     assert hub.snapshot("a/b") == tmp_path

@@ -359,8 +359,8 @@ def test_each_field_of_accelerate_s_config_has_an_answer(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("words", "status", "why"),
     [
-        ({"push_to_hub": True}, "not there", "the hub is never written to"),
-        ({"hub_model_id": "me/x", "push_to_hub": True}, "not there", "the hub is never written to"),
+        ({"push_to_hub": True}, "to do", "--push-to-hub"),
+        ({"hub_model_id": "me/x", "push_to_hub": True}, "to do", "--push-to-hub"),
         ({"hub_model_id": "me/x", "push_to_hub": False}, "not needed", "push_to_hub is off"),
         ({"report_to": ["wandb", "tensorboard"]}, "to do", "write monitor.trackers: [{target: wandb}]"),
         ({"report_to": "none"}, "taken", ""),
@@ -374,8 +374,7 @@ def test_each_field_of_accelerate_s_config_has_an_answer(tmp_path: Path) -> None
         ({"max_restarts": 3}, "taken", ""),
         ({"wandb": {"project": "x", "enabled": False}}, "not needed", "wandb.enabled is off"),
         ({"auto_find_batch_size": True}, "not needed", "continues with smaller micro-batches"),
-        ({"model_revision": "v2"}, "not there", "the newest revision is loaded"),
-        ({"model_revision": "main"}, "not needed", "requests nothing"),
+        ({"model_revision": "v2"}, "taken", ""),
         ({"eval_delay": 1}, "not there", "from the first on"),
         ({"save_safetensors": False}, "not there", "as safetensors"),
         ({"save_safetensors": True}, "not needed", "requests nothing"),

@@ -20,7 +20,7 @@ from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.looking.states import sampled_losses
+from lockstep.monitor.events import sampled_losses
 from lockstep.report.run_data import read_run
 from lockstep.training.ledger import Audit, audit
 

@@ -1,4 +1,4 @@
-"""The verb `export`: lockstep export RUN [--step N | --best] [--to FOLDER_OR_FILE] [--format FORMAT]."""
+"""The verb `export`: lockstep export RUN [--step N | --best] [--to PLACE] [--format FORMAT] [--push-to-hub NAME]."""
 
 from __future__ import annotations
 
@@ -29,23 +29,32 @@ def run(arguments: Sequence[str]) -> int:
     also = "optimizer state and step, too: hf for Trainer, dcp for torchtitan, torch for any loop"
     parser.add_argument("--with", dest="also", choices=("optimizer",), help=also)
     parser.add_argument("--merge", action="store_true", help="an adapter added to its base, as a plain model")
+    to_hub = "upload it (hf), with a model card, to a private repository of the Hugging Face hub"
+    parser.add_argument("--push-to-hub", metavar="NAME", help=to_hub)
+    parser.add_argument("--public", action="store_true", help="of --push-to-hub: a public repository")
     parser.add_argument("--force", action="store_true", help="replace what is there")
     add_json(parser)
     add_trust(parser)
     args = parser.parse_args(arguments)
+    if args.public and args.push_to_hub is None:
+        parser.error("--public is for --push-to-hub NAME")
 
     from lockstep.training.exporting import ExportArguments, export
+    from lockstep.training.model_card import HubTarget
 
     names = ("step", "best", "to", "format", "merge", "force", "trust_remote_code", "trust_run")
     chosen = {name: getattr(args, name) for name in names}
-    made = export(args.run, ExportArguments(**chosen, optimizer=args.also is not None))
+    hub = None if args.push_to_hub is None else HubTarget(args.push_to_hub, args.public)
+    made = export(args.run, ExportArguments(**chosen, optimizer=args.also is not None, hub=hub))
     for name, why in made.broken.items():
         echo(f"lockstep: {name} could not be used: {why}", file=sys.stderr)
     echo(f"{made.target}: step {made.step:,}, {made.tensors:,} tensors, {made.elements:,} elements ({made.form})")
+    if made.url is not None:
+        echo(f"uploaded: {made.url}")
     if made.transforms:
         transforms = ", ".join(made.transforms)
         echo(f"note: the file lacks the run's transforms ({transforms}): without them, the model's outputs differ")
     values = {name: getattr(made, name) for name in ("checkpoint", "step", "tensors", "elements")}
     lists = {"broken": dict(made.broken), "transforms": list(made.transforms)}
-    emit({"run": args.run, **values, "format": made.form, "to": made.target, **lists})
+    emit({"run": args.run, **values, "format": made.form, "to": made.target, "url": made.url, **lists})
     return 0

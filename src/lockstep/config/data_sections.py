@@ -69,6 +69,8 @@ class HuggingFaceData(Section):
     kind: Literal["huggingface"]
     name: PathText
     """Folder, file (.json, .jsonl, .csv, .parquet, .txt), or hub name."""
+    revision: str | None = None
+    """Branch, tag or commit of a dataset on the hub; null: main. A run keeps the commit that it begins with."""
     configuration: str | None = None
     """Configuration (subset), such as `wikitext-2-raw-v1`."""
     split: str = "train"
@@ -86,7 +88,7 @@ class HuggingFaceData(Section):
     train_on_prompt: bool = False
     """Language models with `label`: train on the prompt's tokens, too."""
     tokenizer: PathText | None = None
-    """Folder or hub name of the tokenizer; null: the model's."""
+    """Folder or hub name (`NAME`, `NAME@REVISION`) of the tokenizer; null: the model's."""
     max_length: Positive = 512
     """Longer samples are truncated to this many tokens. A prompt too long with its completion loses its beginning."""
     packed: bool = False

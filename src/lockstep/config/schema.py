@@ -211,6 +211,8 @@ class HuggingFaceModel(ModelSection):
     """Task of the head, as transformers names it; it determines what labels mean."""
     pretrained: PathText | None = None
     """Folder or hub name of pretrained weights."""
+    revision: str | None = None
+    """Branch, tag or commit of `pretrained` on the hub; null: main. A run keeps the commit that it begins with."""
     architecture: dict[str, Any] | None = None
     """Keys of a transformers config, with `model_type`, for random weights; with `pretrained`, overrides."""
     classes: Positive | None = None
@@ -220,6 +222,8 @@ class HuggingFaceModel(ModelSection):
         yield from super()._contradictions()
         if self.pretrained is None and "model_type" not in (self.architecture or {}):
             yield "needs `pretrained`, or an `architecture` with `model_type` (such as bert, gpt2, llama)"
+        if self.revision is not None and self.pretrained is None:
+            yield f"revision {self.revision} is of `pretrained`, which is null; remove one"
 
 
 class CustomModel(ModelSection):

@@ -89,8 +89,8 @@ _RULES: Mapping[Callable[[Keys, object], str | None], str] = {
     "data.train.chat_template data.train.folder run.folder checkpoint.folder "
     "parallel.deepspeed.config",  # or a name on the hub, or an address
     _address: "monitor.prometheus.address",
-    _word: "launch.job_id data.train.split data.train.configuration parallel.deepspeed.config.* "
-    "parallel.tensor_parallel.plan.*",
+    _word: "model.revision data.train.revision launch.job_id data.train.split data.train.configuration "
+    "parallel.deepspeed.config.* parallel.tensor_parallel.plan.*",
     _nothing: "description evaluation.prompt evaluation.metrics.kind evaluation.metrics.name "
     "evaluation.generate.metrics.kind evaluation.generate.metrics.name "
     "model.freeze model.inputs.* data.train.text data.train.text_pair "

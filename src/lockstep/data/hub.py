@@ -14,27 +14,38 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.config.schema import Config, HuggingFaceData, HuggingFaceModel
 from lockstep.config.training_sections import INITIAL
 from lockstep.core.distribution import pip_install
-from lockstep.core.errors import ConfigError
-from lockstep.core.hub import is_connected, missing, needs_hub, snapshot
+from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.hub import (
+    at_revision,
+    commit_of,
+    is_connected,
+    missing,
+    named_revision,
+    needs_hub,
+    requested,
+    resolved,
+    snapshot,
+)
 from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.data.windows import fingerprint
+from lockstep.strategies.section import Section
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".text": "text"}
 
 
-def load_rows(name: str, configuration: str | None, split: str) -> Any:
+def load_rows(name: str, configuration: str | None, split: str, revision: str | None = None) -> Any:
     """Return a datasets.Dataset. Raises ConfigError: the library, the data or the split is missing."""
     _library("datasets").disable_progress_bars()
     path = Path(name).expanduser()
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             return _from_disk(path, split)
-        return _load(path, name, configuration, split)
+        return _load(path, name, configuration, split, commit_of(revision))
     except ConfigError:
         raise
     except Exception as error:  # the library raises many types
@@ -61,7 +72,7 @@ def check_texts(
             raise error(f"{where}, row {number:,} has {has} in the column {column}; remove the row or correct it")
 
 
-def _load(path: Path, name: str, configuration: str | None, split: str) -> Any:
+def _load(path: Path, name: str, configuration: str | None, split: str, revision: str | None) -> Any:
     from datasets import load_dataset
 
     if path.is_file():
@@ -74,7 +85,16 @@ def _load(path: Path, name: str, configuration: str | None, split: str) -> Any:
     if path.suffix in _BUILDERS or name.startswith(("/", ".", "~")):
         raise ConfigError(f"there is no file or folder {path}")
     needs_hub()
-    return load_dataset(name, configuration, split=split)
+    if is_connected() or revision is None:
+        return load_dataset(name, configuration, split=split, revision=revision)
+    rows = load_dataset(name, configuration, split=split)  # the library's cache has the newest one that was loaded
+    cached = {Path(file["filename"]).parent.name for file in rows.cache_files}
+    if cached != {revision}:
+        raise ConfigError(
+            f"dataset {name}: the cache has the commit {', '.join(sorted(cached))}, the run needs {revision}, and the "
+            "hub does not answer; on a machine with a network, `lockstep data fetch RECIPE` puts it into the cache"
+        )
+    return rows
 
 
 def _from_disk(path: Path, split: str) -> Any:
@@ -91,7 +111,9 @@ def _from_disk(path: Path, split: str) -> Any:
 
 
 def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
-    """Return a tokenizer from a folder or the cache, which can pad, with the chat template of a file, if one is named.
+    """Return a tokenizer, which can pad, from a folder or the cache (`NAME`, `NAME@REVISION`).
+
+    It has the chat template of a file, if one is given.
 
     Raises ConfigError.
     """
@@ -99,8 +121,10 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
     if not Path(name).expanduser().is_dir():
         needs_hub()
     transformers = _library("transformers")
+    repository, revision = named_revision(name)
+    options = {} if revision is None else {"revision": revision}
     try:  # trust_remote_code None is a prompt of 15 s on the terminal
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(repository, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
         raise missing("tokenizer", name, error) from error
     if tokenizer.pad_token_id is None:
@@ -170,19 +194,60 @@ def fetch(config: Config) -> Iterator[str]:
         return
     if not is_connected():
         raise ConfigError("the hub does not answer (no network, or HF_HUB_OFFLINE is set), so nothing can be fetched")
+    revision = getattr(config.model, "revision", None)
     for model in dict.fromkeys((pretrained, _companion(config))):
         if model is not None and _is_remote(model):
             _library("transformers")
-            snapshot(model)
+            snapshot(model, revision if model == pretrained else None)
             yield f"model {model}"
-    for name in dict.fromkeys(section.tokenizer or pretrained for section in sections):
+    for name in dict.fromkeys(section.tokenizer or at_revision(pretrained, revision) for section in sections):
         if name is not None and _is_remote(name):
             load_tokenizer(name)
             yield f"tokenizer {name}"
     for section in sections:
         if _is_remote(section.name):
-            rows = load_rows(section.name, section.configuration, section.split)
+            rows = load_rows(section.name, section.configuration, section.split, section.revision)
             yield f"dataset {section.name}, split {section.split}: {len(rows):,} rows"
+
+
+def pinned(config: Config, earlier: Config | None) -> Config:
+    """Return the config with the commits of what it loads from the hub: those of an earlier start, else today's.
+
+    Raises:
+        ConfigError: The hub has no such revision, or a folder was given one.
+    """
+    then = earlier or config
+    before = then.data.evaluation if earlier else {}
+    evaluation = {
+        name: _pinned(section, f"data.evaluation.{name}", before.get(name))
+        for name, section in config.data.evaluation.items()
+    }
+    train = _pinned(config.data.train, "data.train", earlier and then.data.train)
+    data = config.data.model_copy(update={"train": train, "evaluation": evaluation})
+    return config.model_copy(update={"model": _pinned(config.model, "model", earlier and then.model), "data": data})
+
+
+def _pinned(section: Section, key: str, then: Section | None) -> Section:
+    if not isinstance(section, HuggingFaceModel | HuggingFaceData):
+        return section
+    kind: Literal["model", "dataset"] = "model" if isinstance(section, HuggingFaceModel) else "dataset"
+    name, earlier = _repository(section), _repository(then)
+    if name is None or not _is_remote(name):
+        if section.revision is not None:
+            why = f"{section.revision} is for a repository of the hub, and {name} is on this machine; remove it"
+            raise ConfigError(Problem("", f"{key}.revision", why))
+        return section
+    revision = section.revision
+    if isinstance(then, type(section)) and earlier == name and requested(then.revision) == requested(revision):
+        revision = then.revision
+    else:
+        needs_hub()
+        revision = resolved(kind, name, revision)
+    return section.model_copy(update={"revision": revision})
+
+
+def _repository(section: Section | None) -> str | None:
+    return getattr(section, "pretrained", None) or getattr(section, "name", None)
 
 
 def names_hub(config: Config) -> bool:

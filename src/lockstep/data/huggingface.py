@@ -59,7 +59,7 @@ _COMPLETED = ("causal-lm", LANGUAGE_MODEL)
 _NEEDS_LABEL = {"sequence-classification": "the class", "seq2seq": "the target text"}
 _REWARDS = "sequence-classification"
 _FINGERPRINT_ROWS = 256
-_NOT_CONTENT = ("name", "tokenizer", "split", "configuration", "train_on_prompt", "rejected")
+_NOT_CONTENT = ("name", "revision", "tokenizer", "split", "configuration", "train_on_prompt", "rejected")
 
 
 def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: str | None) -> Source:
@@ -68,7 +68,7 @@ def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: s
     if name is None:
         raise ConfigError("data of kind huggingface needs a `tokenizer`: a folder or hub name; the model has none")
     _check_options(section, task)
-    rows = load_rows(section.name, section.configuration, section.split)
+    rows = load_rows(section.name, section.configuration, section.split, section.revision)
     columns = columns_of(section)
     check_columns(rows.column_names, columns)
     if len(rows) == 0:

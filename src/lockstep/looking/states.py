@@ -9,7 +9,6 @@ none of these                      --> failed: its launcher was killed; stopped:
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,21 +16,18 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.files import changed, opened_regular
+from lockstep.core.files import changed
 from lockstep.core.formatting import duration
 from lockstep.launch.ends_file import last_launch, why_unrecorded
 from lockstep.monitor.attempts import is_running
-from lockstep.monitor.events import passed_discards
+from lockstep.monitor.events import sampled_losses
 from lockstep.monitor.folder import ENVIRONMENT, METRICS, SUMMARY, is_finished
-from lockstep.monitor.jsonl import as_number, parsed, read_object
+from lockstep.monitor.jsonl import as_number, read_object
 from lockstep.monitor.rank_meters import LIVE
 
 _FRESH_S = 30.0
 """A run with a younger live.json, replaced every 2 s, counts as running, wherever that is."""
 _SUSPECT = 2.0  # times the lowest loss; above it the losses are examined
-_BLOCK = 1 << 10
-_BLOCKS = 16
-_END = 1 << 14
 
 
 class RunState(Enum):
@@ -120,26 +116,3 @@ def _divergence(run: Path) -> str:
 
     finding = finding_of_losses(Series.of("loss", [step for step, _ in losses], values))
     return finding.text.partition(". ")[0] if finding is not None and finding.is_wrong else ""
-
-
-def sampled_losses(file: Path) -> list[tuple[int, float]]:
-    """Return step and loss of some records of metrics.jsonl, the first and the last among them; NaN: not finite.
-
-    Updates without a sample have none. Discarded updates count only if they are many in a row at the end.
-    """
-    try:
-        with opened_regular(file) as handle:
-            size = os.fstat(handle).st_size
-            if size <= _BLOCK * _BLOCKS:
-                parts = [os.pread(handle, size, 0)]
-            else:
-                begins = ((size - _BLOCK) * number // (_BLOCKS - 1) for number in range(_BLOCKS - 1))
-                parts = [*(os.pread(handle, _BLOCK, begin) for begin in begins), os.pread(handle, _END, size - _END)]
-    except OSError:
-        return []
-    lines = (parsed(text) or {} for part in parts for text in part.split(b"\n"))
-    records = [line for line in lines if as_number(line.get("step")) >= 0 and line.get("count") != 0]
-    losses = {int(record["step"]): as_number(record.get("loss")) for record in records}
-    discarded = [int(record["step"]) for record in records if record.get("kept") is False]
-    gone = passed_discards(discarded, max(losses, default=0))
-    return sorted((step, loss) for step, loss in losses.items() if step not in gone)

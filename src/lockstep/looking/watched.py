@@ -13,9 +13,9 @@ from lockstep.core import formatting
 from lockstep.core.errors import ConfigError
 from lockstep.core.near_runs import not_a_run
 from lockstep.looking.listing import RUNS, ListedRun, list_runs, listed
-from lockstep.looking.states import RunState, sampled_losses
+from lockstep.looking.states import RunState
 from lockstep.monitor.attempts import read_attempts
-from lockstep.monitor.events import EVENTS
+from lockstep.monitor.events import EVENTS, sampled_losses
 from lockstep.monitor.folder import METRICS, is_run
 from lockstep.monitor.jsonl import as_number, read_object, read_tail
 from lockstep.monitor.rank_meters import LIVE, POST_S

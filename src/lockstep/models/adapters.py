@@ -25,6 +25,7 @@ from lockstep.core.adapters import Adapter, adapter_of, set_adapter
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.formatting import listed
+from lockstep.core.hub import commit_of
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.initialization import generators_keyed
 from lockstep.models.meta_model import MetaModel, in_memory
@@ -97,6 +98,7 @@ def _inject(model: nn.Module, section: Model) -> None:
         key = "targets" if "arget" in str(error) else "kind"
         raise ConfigError(Problem("", f"model.adapter.{key}", f"peft refuses: {_first_line(error)}")) from error
     config.base_model_name_or_path = section.pretrained if isinstance(section, HuggingFaceModel) else None
+    config.revision = commit_of(getattr(section, "revision", None))
     _record(model, wrapper, before)
 
 

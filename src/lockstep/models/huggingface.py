@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lockstep.config.schema import HuggingFaceModel
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.hub import missing, needs_hub, snapshot
+from lockstep.core.hub import commit_of, missing, needs_hub, snapshot
 from lockstep.core.near_runs import peer_checkpoint
 from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.records import DataFacts
@@ -156,7 +156,7 @@ def _read(section: HuggingFaceModel) -> Weights:
     assert section.pretrained is not None
     folder = Path(section.pretrained)
     if not folder.is_dir():
-        folder = snapshot(section.pretrained)
+        folder = snapshot(section.pretrained, section.revision)
     with problems_of("pretrained"):
         refuse_damaged(folder)
         return read_weights(folder)
@@ -208,7 +208,9 @@ def _config(section: HuggingFaceModel, facts: DataFacts, trust_remote_code: bool
         config = AutoConfig.for_model(kind, **effective_keys(default, overrides))
         _adopt_vocabulary(config, overrides, facts)
     else:
-        config = AutoConfig.from_pretrained(section.pretrained, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            section.pretrained, trust_remote_code=trust_remote_code, revision=commit_of(section.revision) or "main"
+        )
         check_keys(config, overrides)
         if kind not in (None, config.model_type):
             raise _problem("architecture.model_type", f"{kind!r}, but {section.pretrained} is a {config.model_type}")
@@ -279,7 +281,11 @@ def _from_config(section: HuggingFaceModel, config: Any, trust_remote_code: bool
 
 def _from_pretrained(section: HuggingFaceModel, config: Any, trust_remote_code: bool) -> tuple[Any, set[str]]:
     weights = _read(section)
-    given = {"config": config, "trust_remote_code": trust_remote_code}
+    given = {
+        "config": config,
+        "trust_remote_code": trust_remote_code,
+        "revision": commit_of(section.revision) or "main",
+    }
     model, report = _auto_class(section).from_pretrained(section.pretrained, **given, **WITH_REPORT)
     match, own = _matched(model, weights), model.state_dict()
     shapes = [(name, torch.empty(shape, device="meta")) for name, shape, _ in report["mismatched_keys"]]

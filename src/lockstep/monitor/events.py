@@ -20,11 +20,13 @@ summary.json, which is also the last line of `--json`, marks a finished run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.files import opened_regular
 from lockstep.core.progress import Progress
 from lockstep.core.records import (
     EvaluationReport,
@@ -35,13 +37,16 @@ from lockstep.core.records import (
     SaveReport,
     StepReport,
 )
-from lockstep.monitor.jsonl import LineFile, finite, line
+from lockstep.monitor.jsonl import LineFile, as_number, finite, line, parsed
 from lockstep.monitor.media import MEDIA, MediaFolder
 from lockstep.monitor.meters import Throughput
 from lockstep.monitor.metric_log import Logged
 from lockstep.monitor.monitors import EpochReport, ReportWriter
 
 EVENTS = "events.jsonl"
+_BLOCK = 1 << 10
+_BLOCKS = 16
+_END = 1 << 14
 _STEP = ("step", "samples", "tokens", "epoch", "loss", "count", "grad_norm", "lr", "kept")
 RUN_FACTS = (
     *("strategy", "ranks", "backend", "device", "precision", "global_size"),
@@ -183,3 +188,26 @@ def passed_discards(discarded: Collection[int], last: int) -> set[int]:
     while kept in steps:
         kept -= 1
     return {step for step in steps if step <= kept} if last - kept >= _MANY else steps
+
+
+def sampled_losses(file: Path) -> list[tuple[int, float]]:
+    """Return step and loss of some records of metrics.jsonl, the first and the last among them; NaN: not finite.
+
+    Updates without a sample have none. Discarded updates count only if they are many in a row at the end.
+    """
+    try:
+        with opened_regular(file) as handle:
+            size = os.fstat(handle).st_size
+            if size <= _BLOCK * _BLOCKS:
+                parts = [os.pread(handle, size, 0)]
+            else:
+                begins = ((size - _BLOCK) * number // (_BLOCKS - 1) for number in range(_BLOCKS - 1))
+                parts = [*(os.pread(handle, _BLOCK, begin) for begin in begins), os.pread(handle, _END, size - _END)]
+    except OSError:
+        return []
+    lines = (parsed(text) or {} for part in parts for text in part.split(b"\n"))
+    records = [line for line in lines if as_number(line.get("step")) >= 0 and line.get("count") != 0]
+    losses = {int(record["step"]): as_number(record.get("loss")) for record in records}
+    discarded = [int(record["step"]) for record in records if record.get("kept") is False]
+    gone = passed_discards(discarded, max(losses, default=0))
+    return sorted((step, loss) for step, loss in losses.items() if step not in gone)

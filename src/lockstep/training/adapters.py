@@ -78,7 +78,7 @@ def base_of(section: Model, model: nn.Module, axis: Axis) -> Mapping[str, str | 
         return None
 
     if place is not None:
-        return identity_of(place, axis)
+        return identity_of(place, axis, getattr(section, "revision", None))
 
     def find() -> dict[str, str | None]:
         digest, tensors = xxhash.xxh3_128(), model.state_dict()
@@ -90,17 +90,17 @@ def base_of(section: Model, model: nn.Module, axis: Axis) -> Mapping[str, str | 
     return cast("Mapping[str, str | None]", from_first_rank(axis, find))
 
 
-def identity_of(place: str, axis: Axis) -> Mapping[str, str | None]:
+def identity_of(place: str, axis: Axis, revision: str | None = None) -> Mapping[str, str | None]:
     """Return repository, revision and hash of the files of pretrained weights. All ranks together."""
 
     def find() -> dict[str, str | None]:
         path, digest = Path(place).expanduser(), xxhash.xxh3_128()
-        folder = path if path.exists() else snapshot(place)
+        folder = path if path.exists() else snapshot(place, revision)
         for file in [folder] if folder.is_file() else sorted(folder.iterdir()):
             if file.suffix in _WEIGHTS:
                 digest.update(f"{file.name} {checksums.hash_of(file)}".encode())
-        revision = folder.name if folder.parent.name == "snapshots" else None
-        return {"repository": place, "revision": revision, "hash": digest.hexdigest()}
+        commit = folder.name if folder.parent.name == "snapshots" else None
+        return {"repository": place, "revision": commit, "hash": digest.hexdigest()}
 
     return cast("Mapping[str, str | None]", from_first_rank(axis, find))
 

@@ -48,7 +48,8 @@ def _section(config: Config) -> Model | None:
     if not isinstance(config.model, HuggingFaceModel):
         why = f"{place} is for a model of kind huggingface, and this is one of kind {config.model.kind}; set initial"
         raise ConfigError(Problem("", _KEY, why))
-    keys = {"pretrained": place, "architecture": None, "init_from": None, "init_partial": False}
+    revision = config.model.revision if place == config.model.pretrained else None
+    keys = {"pretrained": place, "revision": revision, "architecture": None, "init_from": None, "init_partial": False}
     return config.model.model_copy(update=keys)
 
 
@@ -121,4 +122,4 @@ def companion_identity(config: Config, axis: Axis) -> Mapping[str, str | None] |
     """Return what the companion is, for checkpoints; None: there is none, or it follows from the config."""
     section = _section(config)
     place = None if section is None else getattr(section, "pretrained", None) or section.init_from
-    return None if place is None else identity_of(place, axis)
+    return None if place is None else identity_of(place, axis, getattr(section, "revision", None))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core.errors import ConfigError
+from lockstep.core.hub import at_revision
 from lockstep.core.progress import Progress
 from lockstep.data.chats import ChatSource
 from lockstep.data.loader import TrainingLoader
@@ -85,7 +86,7 @@ def _decoder(config: Config) -> Decode | None:
     data = config.data.train
     place = tokenizer_of(config.model, data)
     if place is None and config.model.kind == "huggingface" and config.model.pretrained and data.kind == "custom":
-        place = config.model.pretrained, None
+        place = at_revision(config.model.pretrained, config.model.revision) or "", None
     if place is None:
         is_bytes = data.kind in ("stdlib-text", "stdlib-functions", "tokens")
         return (lambda ids: bytes(each for each in ids if each < 256).decode(errors="replace")) if is_bytes else None

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,7 @@ from lockstep.training.adapters import adapter_in, merged
 from lockstep.training.checkpoints import TRANSFORMS
 from lockstep.training.ledger import segments_in
 from lockstep.training.locations import CheckpointLocation, choose, find
+from lockstep.training.model_card import HubTarget, card_for
 from lockstep.training.sources import facts_of_data, make_model
 from lockstep.training.user_objects import UserObjects
 from lockstep.training.weights import (
@@ -229,6 +231,7 @@ class ExportArguments:
         force: Whether to replace the target.
         trust_remote_code: For hf: whether code that comes with a downloaded model may run.
         trust_run: For hf: whether code that the config of another user's run names may run.
+        hub: For hf: a repository to upload the folder to.
     """
 
     step: int | None = None
@@ -240,6 +243,7 @@ class ExportArguments:
     force: bool = False
     trust_remote_code: bool = False
     trust_run: bool = False
+    hub: HubTarget | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +256,7 @@ class Exported:
         tensors, elements: their numbers.
         broken: newer checkpoints that could not be used, and why.
         transforms: names of the run's transforms, which are not in the file.
+        url: of the commit on the hub, if it was uploaded.
     """
 
     checkpoint: str
@@ -262,6 +267,7 @@ class Exported:
     elements: int
     broken: Mapping[str, str]
     transforms: Sequence[str] = ()
+    url: str | None = None
 
 
 def export(run: Path, arguments: ExportArguments) -> Exported:
@@ -283,6 +289,8 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
         if form in ("safetensors", "peft") or arguments.merge:
             raise ConfigError("--with optimizer needs --format torch, hf or dcp; safetensors has no place for it")
         refuse_other_optimizers(config)
+    if arguments.hub is not None:
+        arguments.hub.check(form)
     if form == "hf" or arguments.merge:  # refused before anything large is read
         config = to_rebuild(loaded, trusted=arguments.trust_run)
     if arguments.to is not None:
@@ -298,8 +306,10 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
         form = "peft"  # also of a PeftModel that was passed in Python
     target = _target(run if location.run == run.absolute() else location.run, form, model.name, arguments.to)
     _refuse_to_overwrite(target, form, force=arguments.force)
+    name = arguments.hub.name if arguments.hub is not None else target.name
+    card = partial(card_for, target, name, manifest=model.manifest, run=location.run)
     try:
-        _write(model, config, form, target, given, adapter)
+        _write(model, config, form, target, given, adapter, card)
     except Failure:
         raise
     except Exception as error:  # torch and safetensors have exceptions of their own for a full disk
@@ -313,6 +323,7 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
         elements=sum(tensor.numel() for tensor in model.tensors.values()),
         broken=model.broken,
         transforms=_transforms(model.manifest),
+        url=None if arguments.hub is None else arguments.hub.upload(target),
     )
 
 
@@ -475,7 +486,13 @@ def _refuse_to_overwrite(target: Path, form: Form, *, force: bool) -> None:
 
 
 def _write(
-    saved: _SavedModel, config: Config, form: Form, target: Path, given: UserObjects, adapter: Adapter | None
+    saved: _SavedModel,
+    config: Config,
+    form: Form,
+    target: Path,
+    given: UserObjects,
+    adapter: Adapter | None,
+    card: Callable[[str], AbstractContextManager[None]],
 ) -> None:
     others = {other: saved.tensors[name] for other, name in saved.tied.items()}
     state = ExportedState(config, saved.manifest, {**saved.tensors, **saved.optimizer}) if saved.optimizer else None
@@ -492,11 +509,12 @@ def _write(
             model = _build_model(saved, config, given)
             tokenizer = tokenizer_of(config.model, config.data.train)
             also = None if state is None else partial(state.save_for_trainer, model=model)
-            save_for_transformers(model, model_tensors(model), tensors_of(model), target, tokenizer, also)
+            with card(type(model).__name__):
+                save_for_transformers(model, model_tensors(model), tensors_of(model), target, tokenizer, also)
         case "peft":
             if adapter is None:
                 raise ConfigError("--format peft is for adapters (model.adapter), and this run trained none")
-            with replacing_folder(target) as folder:
+            with card("AutoPeftModel"), replacing_folder(target) as folder:
                 save_adapter(adapter, saved.tensors, folder)
                 add_tokenizer(tokenizer_of(config.model, config.data.train), folder)
                 checksums.record_folder(folder, {})

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint.storage import names_by_step
+from lockstep.config.loading import validate
 from lockstep.config.schema import Config
 from lockstep.config.trust import recorded, unremembered
 from lockstep.core import heartbeat
@@ -26,6 +28,7 @@ from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.records import RestartReport, RunInfo
 from lockstep.core.terminal import echo
+from lockstep.data.hub import huggingface_sections, pinned
 from lockstep.distributed.collectives import from_first_rank
 from lockstep.distributed.process_group import World, joined
 from lockstep.launch.other_launchers import launch_environment
@@ -50,11 +53,11 @@ from lockstep.training.assemble import assemble
 from lockstep.training.attempt import record_attempt, run_info
 from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
 from lockstep.training.components import Purpose
-from lockstep.training.locations import storage_of
+from lockstep.training.locations import readable_manifest, run_config, storage_of
 from lockstep.training.memory_snapshots import snapshots_in
 from lockstep.training.monitoring import Meters, UserLogs, make_monitors, refuse_missing_packages, started
 from lockstep.training.out_of_memory import explain, factors_of
-from lockstep.training.ownership import BEGUN, FOLDER, keep, kept, resumed, run_folder_for
+from lockstep.training.ownership import BEGUN, FOLDER, folder_of_launch, keep, kept, resumed, run_folder_for
 from lockstep.training.publishing import publish, write_report
 from lockstep.training.resuming import Resume, a_checkpoint_follows
 from lockstep.training.rollbacks import Rollback, leave_out_windows, report_rollbacks, rollbacks_of
@@ -178,6 +181,20 @@ def _purpose(job: Job, world: World) -> Purpose:
     return Purpose.RESUME if follows else Purpose.TRAIN
 
 
+def _earlier(config: Config, job: Job | None) -> Config | None:
+    """Return the config that the run which is to be resumed or forked has begun with, if any."""
+    if job is not None and job.resume.origin is not None:
+        names = names_by_step(job.resume.origin.names())
+        name = names.get(job.resume.step or max(names, default=0))
+        manifest = None if name is None else readable_manifest(job.resume.origin, name)
+        return None if manifest is None else validate(manifest.config).config
+    if job is None or job.resume.fresh:
+        return None
+    known = Path(config.run.folder) if config.run.folder is not None else folder_of_launch(config, job.recipe)
+    folder = job.folder or known
+    return run_config(folder) if folder is not None and (folder / CONFIG).is_file() else None
+
+
 # --- the session --------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +217,8 @@ def opened(
             watch(world.axis)
             if job is not None:
                 purpose = _purpose(job, world)
+            if any(huggingface_sections(config)):
+                config = from_first_rank(world.axis, lambda: pinned(config, _earlier(config, job)))
             session = assemble(config, world, given, purpose)
             if world.exchange is not None:
                 world.exchange.listen()

@@ -33,6 +33,7 @@ from lockstep.config.known_runs import CONFIG, id_of_run
 from lockstep.config.writing import to_public
 from lockstep.core.errors import ConfigError, Failure, Problem
 from lockstep.core.formatting import differing
+from lockstep.core.hub import requested
 from lockstep.core.processes import in_fork, may_fork
 from lockstep.core.progress import Progress
 from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
@@ -275,7 +276,12 @@ def _of_training(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, keys in _MAY_DIFFER.items():
         if isinstance(section := kept.get(name), Mapping):
             kept[name] = {key: value for key, value in section.items() if key not in keys}
-    return kept
+    # the commit that a run has begun with is no setting
+    model, data = dict(kept.get("model") or {}), dict(kept.get("data") or {})
+    train = dict(data.get("train") or {})
+    for section in (model, train):
+        section["revision"] = requested(section.get("revision"))
+    return {**kept, "model": model, "data": {**data, "train": train}}
 
 
 def refuse_other_run(session: Session, storage: Storage, home: Path | None, resume: Resume) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from lockstep.config.training_sections import PAIRS
 from lockstep.core.errors import ConfigError, OutOfMemory, Problem
+from lockstep.core.hub import at_revision
 from lockstep.core.modes import in_training
 from lockstep.core.out_of_memory import error_location, out_of_memory_cause
 from lockstep.core.protocols import EvaluatedObjective, Source
@@ -168,7 +169,7 @@ def _objective(
 def task_of(config: Config, model: nn.Module | None) -> tuple[str | None, str | None]:
     """Return the task of the data, and the place of a transformers model's tokenizer."""
     if config.model.kind == "huggingface":
-        return config.model.task, config.model.pretrained
+        return config.model.task, at_revision(config.model.pretrained, config.model.revision)
     if config.model.kind == "transformer":
         return LANGUAGE_MODEL, None
     if all(section.kind in _USERS_DATA for section in (config.data.train, *config.data.evaluation.values())):

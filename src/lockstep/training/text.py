@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import ConfigError
+from lockstep.core.hub import at_revision
 from lockstep.models.generation import Sampling, generate
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ def codec_of(model: Model, data: DataSource, tokenizer: str | None = None) -> Co
         if tokenizer == "bytes":
             return _BYTES
     if tokenizer is None and data.kind == "huggingface":
-        tokenizer, template = data.tokenizer or getattr(model, "pretrained", None), data.chat_template
+        own = at_revision(getattr(model, "pretrained", None), getattr(model, "revision", None))
+        tokenizer, template = data.tokenizer or own, data.chat_template
     if tokenizer is None:
         why = f"data of kind {data.kind} has no known tokenizer, so no prompt can be continued"
         raise ConfigError(f"{why}; give lockstep generate --tokenizer a folder or hub name, or {_BY_YOURSELF}")

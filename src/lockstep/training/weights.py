@@ -23,6 +23,7 @@ from lockstep.core import checksums
 from lockstep.core.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Adapter, adapter_of
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import replacing_file, replacing_folder
+from lockstep.core.hub import at_revision
 from lockstep.core.terminal import command_line
 from lockstep.monitor.folder import is_finished
 
@@ -166,7 +167,8 @@ def tokenizer_of(model: Model, data: DataSource) -> tuple[str, str | None] | Non
     None if it has no such tokenizer.
     """
     if data.kind == "huggingface":
-        name = data.tokenizer or (model.pretrained if model.kind == "huggingface" else None)
+        own = at_revision(model.pretrained, model.revision) if model.kind == "huggingface" else None
+        name = data.tokenizer or own
         return None if name is None else (name, data.chat_template)
     if data.kind != "tokens":
         return None
