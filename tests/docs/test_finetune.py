@@ -34,7 +34,8 @@ def test_the_commands_of_the_page(folder: Path) -> None:
     for program, *words in lines:
         if program != "lockstep" or (words[:2] == ["data", "show"] and "run.yaml" in words):
             continue
-        more = ("--run.folder", f"run-{lines.index([program, *words])}", *CPU) if words[0] == "train" else ()
+        named = () if "--run.folder" in words else ("--run.folder", f"run-{lines.index([program, *words])}")
+        more = (*named, *CPU) if words[0] == "train" else ()
         done = run_lockstep(*words, *more, cwd=folder)
         assert done.returncode == 0, (words, done.stderr)
         printed[" ".join(words[:2])] = done.stdout
