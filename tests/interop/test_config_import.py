@@ -281,7 +281,7 @@ def test_several_keys_become_one_setting(words: dict[str, Any], expected: dict[s
 
 @pytest.mark.parametrize(
     "words",
-    [{"neftune_noise_alpha": 5}, {"use_liger_kernel": True}, {"optim": "adamw_8bit"}, {"optim_args": "a=1"},
+    [{"neftune_noise_alpha": 5}, {"use_liger_kernel": True}, {"optim": "paged_adamw_8bit"}, {"optim_args": "a=1"},
      {"lr_scheduler_type": "reduce_lr_on_plateau"}, {"accelerator_config": {"split_batches": True}},
      {"group_by_length": True},
      {"parallelism_config": {"tp_size": 2}}, {"fsdp": "half_shard"}],
@@ -373,6 +373,7 @@ def test_each_field_of_accelerate_s_config_has_an_answer(tmp_path: Path) -> None
         ({"profiler": "simple"}, "to do", "write profile.steps"),
         ({"max_restarts": 3}, "taken", ""),
         ({"wandb": {"project": "x", "enabled": False}}, "not needed", "wandb.enabled is off"),
+        ({"optim": "adamw_bnb_8bit"}, "taken", ""),
         ({"auto_find_batch_size": True}, "not needed", "continues with smaller micro-batches"),
         ({"model_revision": "v2"}, "taken", ""),
         ({"eval_delay": 1}, "not there", "from the first on"),

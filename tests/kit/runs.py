@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from kit.worlds import in_world
 from lockstep.training.session import components_of
@@ -114,7 +115,8 @@ def recorded_session(session: Any, updates: int) -> Trajectory:
 
 
 def _array(tensor: Any) -> np.ndarray:
-    return tensor.cpu().clone().numpy()
+    tensor = tensor.cpu().clone()
+    return tensor.float().numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
 
 
 # --- comparing ----------------------------------------------------------------------------------------------------

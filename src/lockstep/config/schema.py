@@ -550,6 +550,18 @@ class Config(Section):
     def _contradictions(self) -> Iterator[str]:
         if (why := refusal_in_backward(self)) is not None:
             yield why
+        if self.optim.name == "schedule-free":  # its average replaces the decay
+            if "kind" not in self.schedule.model_fields_set:  # the config is frozen, and not yet anyone's
+                object.__setattr__(self, "schedule", self.schedule.model_copy(update={"kind": "constant"}))
+            if self.schedule.kind not in ("constant", "given"):
+                yield f"schedule.kind is {self.schedule.kind}, and optim.name schedule-free needs none: write constant"
+        if self.optim.ema is not None and (self.precision.parameters == "bf16" or self.optim.name == "schedule-free"):
+            is_narrow = self.precision.parameters == "bf16"
+            why = "precision.parameters bf16 would round its moves away" if is_narrow else "schedule-free has its own"
+            yield f"optim.ema averages the parameters, and {why}; leave one of them out"
+        if self.precision.parameters == "bf16" and (self.optim.name not in ("adamw", "adam") or self.optim.in_backward):
+            name = "in_backward" if self.optim.in_backward else f"name {self.optim.name}"
+            yield f"precision.parameters bf16 is for optim.name adamw or adam, not for optim.{name}; write fp32"
         if self.memory.activation_checkpointing.mode == "budget" and not self.model.compile:
             yield "memory.activation_checkpointing.mode budget needs model.compile: true"
         if self.memory.loss_chunk is not None and self.model.compile:

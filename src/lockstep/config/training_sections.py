@@ -162,9 +162,11 @@ OPTIONS_OF_NAMED = ("target", "arguments", *_OPTIONS)
 class Optim(Section):
     """The optimizer and its settings."""
 
-    name: Literal["adamw", "adam", "sgd", "muon", "adafactor", "lion", "custom", "given"] = "adamw"
-    """The optimizer. `muon` updates matrices, and other parameters by AdamW; `custom`: `target`; `given`: passed in
-    Python."""
+    name: Literal[
+        "adamw", "adam", "sgd", "muon", "adafactor", "lion", "adamw-8bit", "schedule-free", "custom", "given"
+    ] = "adamw"
+    """The optimizer. `muon` updates matrices, and other parameters by AdamW; `adamw-8bit`: AdamW of bitsandbytes, with
+    moments in 8 bits; `schedule-free`: Schedule-Free AdamW; `custom`: `target`; `given`: passed in Python."""
     target: PathText | None = None
     """`package.module:Name`, `path/to/file.py:Name` or registered name of a torch optimizer, which is called with
     parameter groups."""
@@ -173,9 +175,9 @@ class Optim(Section):
     lr: Annotated[float, Field(ge=0)] = 1e-3
     """Peak learning rate."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """Decay rates of the moments, for adam, adamw, lion, and muon's AdamW."""
+    """Decay rates of the moments, for adam, adamw, adamw-8bit, schedule-free, lion, and muon's AdamW."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the denominator, for adam, adamw, and muon's AdamW."""
+    """Added to the denominator, for adam, adamw, adamw-8bit, schedule-free, and muon's AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Weight decay, decoupled; with adam and sgd part of the gradient."""
     momentum: Fraction = 0.9
@@ -275,10 +277,13 @@ class LossScale(Section):
 
 
 class Precision(Section):
-    """Precision of the arithmetic. Trained parameters, optimizer state and losses are always fp32."""
+    """Precision of the arithmetic, and of parameters at rest. Losses are always fp32."""
 
     compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Autocast of forward and backward; auto: bf16 where the processor has it, otherwise fp32."""
+    parameters: Literal["fp32", "bf16"] = "fp32"
+    """Trained parameters and the state of their optimizer at rest. bf16: with stochastic rounding, for adamw and adam,
+    under single, ddp and fsdp; `compute` is bf16 then."""
     frozen: Literal["auto", "bf16", "fp32"] = "auto"
     """Frozen parameters at rest; auto: bf16 with `model.adapter` where the forward computes in bf16 or fp16, except
     under DeepSpeed, otherwise as the model has them."""
@@ -286,6 +291,12 @@ class Precision(Section):
     """Allow TF32 in fp32 matrix products on NVIDIA GPUs."""
     loss_scale: LossScale = LossScale()
     """Dynamic loss scaling of fp16, in `compute` or `parallel.fsdp.mixed_precision`."""
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.parameters == "bf16" and self.compute == "auto":
+            object.__setattr__(self, "compute", "bf16")  # the section is frozen, and not yet anyone's
+        if self.parameters == "bf16" and self.compute != "bf16":
+            yield f"parameters are bf16, but compute is {self.compute}; write compute: bf16, or leave it out"
 
 
 class ActivationCheckpointing(Section):

@@ -205,6 +205,10 @@ def final_rate(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
 
 # --- optimizer, precision -----------------------------------------------------------------------------------------
 
+_PACKAGED = {
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw8bit"), "adamw-8bit"),
+    **dict.fromkeys(("schedule_free_adamw", "adamwschedulefree"), "schedule-free"),
+}
 _OPTIMIZERS = ("adamw", "adafactor", "muon", "lion", "adam", "sgd")
 UNKNOWN_PRECISION = not_there("`precision.compute` is auto, fp32, bf16 or fp16")
 _LOW_BIT = ("8bit", "4bit", "8_bit", "4_bit", "paged", "int8", "fp8")
@@ -216,9 +220,11 @@ _PRECISIONS = ("mixed_precision", "precision", "use_amp", "amp", "torch_dtype", 
 
 def optimizer(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     name = str(key.value).lower().rpartition(".")[2]
-    names = f"`optim.name` is one of {', '.join(sorted(_OPTIMIZERS))}"
+    names = f"`optim.name` is one of {', '.join(sorted({*_OPTIMIZERS, *_PACKAGED.values()}))}"
+    if name in _PACKAGED:
+        return taken(row.target, _PACKAGED[name])
     if any(sign in name for sign in _LOW_BIT):
-        return not_there(f"there is no {key.value}: optimizer state is fp32; {names}")
+        return not_there(f"there is no {key.value}; {names}")
     target = next((target for target in _OPTIMIZERS if name.startswith((target, f"fused{target}"))), None)
     of_deepspeed = file.kind == "deepspeed" or any(plain(part).startswith(("deepspeed", "ds_")) for part in key.path)
     if target is None:

@@ -35,7 +35,10 @@ def _squared_norm(grads: Sequence[Tensor]) -> Tensor:
     dtype = grads[0].dtype
     if dtype not in (torch.float32, torch.float64) or len(set(map(_DTYPE, grads))) > 1:
         wide = torch.float64 if any(grad.dtype is torch.float64 for grad in grads) else torch.float32
-        grads = [grad.to(wide) for grad in grads]
+        if grads[0].is_cpu:  # one at a time, since copies of all would be twice the memory of bf16 gradients
+            return torch.stack([_squared_norm([grad.to(wide)]) for grad in grads]).sum()
+        norms = torch.stack(torch._foreach_norm(list(grads), 2, wide))
+        return torch.dot(norms, norms)
     if grads[0].is_cpu:
         if sum(map(torch.numel, grads)) <= _SMALL:
             flat = flatten(grads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lockstep.core import extensions
+from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import Optimizer
 from lockstep.optim import kernels
@@ -22,6 +24,7 @@ from lockstep.optim.fused import Groups, fused_adam, fused_sgd
 from lockstep.optim.groups import facts_of, settle_user_settings
 from lockstep.optim.muon import gated_step as gated_muon_step
 from lockstep.optim.muon import make_state as make_muon_state
+from lockstep.optim.rounded import RoundedAdam
 from lockstep.optim.stepping import DeviceGatedOptimizer, HostGatedOptimizer, refuse_closures
 from lockstep.plan.optimizers import is_hidden_matrix
 
@@ -74,18 +77,26 @@ class Lion(torch.optim.Optimizer):
 
 
 def build_optimizer(
-    optim: Optim, groups: Groups, shards: RowShards | None = None, compute: torch.dtype | None = None
+    optim: Optim,
+    groups: Groups,
+    shards: RowShards | None = None,
+    compute: torch.dtype | None = None,
+    seed: int = 0,
 ) -> Optimizer:
     """Return the optimizer that the config names, over groups of `parameter_groups`.
 
     Args:
         shards: How ranks hold the parameters; the groups have this rank's rows; None: they are whole.
         compute: As `resolve_compute` returns it.
+        seed: The run's, for stochastic rounding.
 
     Raises:
         ConfigError: The model has no matrices for muon to update.
     """
     with _without_compiler():
+        if any(parameter.dtype is torch.bfloat16 for group in groups for parameter in group["params"]):
+            decoupled = optim.name == "adamw"
+            return RoundedAdam(groups, optim.betas, optim.eps, decoupled=decoupled, seed=seed, shards=shards)
         return _BUILDERS[optim.name](optim, groups, shards, compute)
 
 
@@ -134,8 +145,22 @@ def build_elementwise(optim: Optim, groups: Groups) -> Elementwise:
     return Elementwise(Lion(groups, optim.betas), ("exp_avg",), counts=False)
 
 
+_OF_PACKAGES = {
+    "adamw-8bit": ("bitsandbytes.optim", "AdamW8bit"),  # Dettmers et al. 2022, arXiv:2110.02861
+    "schedule-free": ("schedulefree", "AdamWScheduleFree"),  # Defazio et al. 2024, arXiv:2405.15682
+}
+
+
 def custom_optimizer(optim: Optim) -> Callable[[Groups], torch.optim.Optimizer] | None:
-    """Return the function of parameter groups that `optim.target` names; None if the key is unset."""
+    """Return the function of parameter groups of another package or of `optim.target`; None: Lockstep's is used."""
+    if optim.name in _OF_PACKAGES:
+        module, name = _OF_PACKAGES[optim.name]
+        try:
+            rule = getattr(importlib.import_module(module), name)
+        except ImportError as error:
+            why = f"{optim.name} needs {module.partition('.')[0]}: {pip_install('optimizers')}"
+            raise ConfigError(Problem("", "optim.name", why)) from error
+        return partial(rule, lr=optim.lr, betas=optim.betas, eps=optim.eps)
     if optim.target is None:
         return None
     make = extensions.load("optimizers", optim.target, key="optim.target")

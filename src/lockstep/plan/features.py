@@ -81,6 +81,12 @@ FEATURES: tuple[Feature, ...] = (
     Feature("uneven batches", "batch.global_size", lambda run: not run.batch.even),
     Feature("bf16", "precision.compute", lambda run: run.config.precision.compute == "bf16"),
     Feature("fp16", "precision.compute", lambda run: run.config.precision.compute == "fp16"),
+    Feature(
+        "bf16 parameters",
+        "precision.parameters",
+        lambda run: run.config.precision.parameters == "bf16",
+        refused("an update rounds them by the places of their elements; take single, ddp or fsdp, or write fp32"),
+    ),
     Feature("compile", "model.compile", lambda run: run.config.model.compile),
     _checkpointing("activation checkpointing", "full"),
     _checkpointing("selective checkpointing", "selective"),

@@ -5,6 +5,7 @@ adamw       2 p                                          no                     
 sgd         p, with momentum                             no                         no
 muon        p of a hidden matrix, otherwise as adamw     yes                        yes
 adafactor   a row and a column of each matrix            yes                        yes
+adamw-8bit  two bytes an element, and their scales       yes                        yes
 """
 
 from __future__ import annotations
@@ -142,6 +143,13 @@ def _factored(parameter: ParameterFacts, optim: Optim) -> int:
     return math.prod(parameter.shape[:-2]) * (rows + columns) * parameter.element_bytes + STEP_BYTES
 
 
+def _eight_bits(parameter: ParameterFacts, optim: Optim) -> int:
+    """Return the bytes of two moments in 8 bits, with a scale for each 256 elements and their two code books."""
+    if parameter.elements < 4096:
+        return 2 * parameter.bytes
+    return 2 * (parameter.elements + 4 * -(-parameter.elements // 256) + 1024)
+
+
 def _columns(parameter: ParameterFacts, optim: Optim) -> int:
     """Return the bytes of the column factor of one matrix, a sum over the rows of all ranks."""
     return parameter.shape[1] * parameter.element_bytes if len(parameter.shape) == 2 else 0
@@ -172,6 +180,8 @@ OPTIMIZERS = {
         unsharded_bytes=_columns,
         summed_bytes=_factor_sums,
     ),
+    "adamw-8bit": OptimizerFacts(_eight_bits),
+    "schedule-free": OptimizerFacts(lambda parameter, optim: 2 * parameter.bytes),
     "lion": OptimizerFacts(lambda parameter, optim: parameter.bytes),
     "custom": _UNKNOWN,
     "given": _UNKNOWN,

@@ -76,7 +76,8 @@ class DDPStep(GradientStep):
         self.module = self._ddp
         self._buffers = buffers
         self._learns_graph = options.static_graph
-        self._hook, self._memory = _hook(options, world.backend, accumulates)
+        narrow = context.config.precision.parameters == "bf16"
+        self._hook, self._memory = _hook(options, world.backend, accumulates, narrow)
         if self._hook is not None:
             self._hook.register(self._ddp)
         is_seen = self._hook is not None  # hooks are in Python, where collectives are counted
@@ -264,14 +265,17 @@ class _Hook:
         return unchanged
 
 
-def _hook(options: DDP, backend: str, accumulates: bool) -> tuple[_Hook | None, Any]:
-    if options.compression == "none" and not (options.static_graph and accumulates):
+def _hook(options: DDP, backend: str, accumulates: bool, narrow: bool) -> tuple[_Hook | None, Any]:
+    if options.compression == "none" and not narrow and not (options.static_graph and accumulates):
         return None, None
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if options.compression == "bf16" and backend == "gloo":
         message = "gloo has no bf16 all-reduce; fp16 and powersgd run on it, bf16 on nccl"
         raise ConfigError(Problem("", "parallel.ddp.compression", message))
+    if options.compression == "none" and narrow:  # a sum of bf16 would be rounded by each rank, and gloo has none
+        widen = cast("Any", default_hooks)._compress_hook
+        return _Hook(lambda state, bucket: widen(torch.float32, None, bucket)), None
     if options.compression != "powersgd":
         name = "allreduce_hook" if options.compression == "none" else f"{options.compression}_compress_hook"
         return _Hook(getattr(default_hooks, name)), None

@@ -58,13 +58,16 @@ def shard(context: ShardingContext) -> None:
         if parameter.ndim == 0:
             why = f"fsdp can't divide {name}, a single number; make its shape [1]"
             raise ConfigError(Problem("", "parallel.strategy", why))
-    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    narrow = context.config.precision.parameters == "bf16"
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad and not narrow]
     refuse_other_than_fp32(trained, "parallel.strategy", "fsdp keeps what it trains")
     names = units(model, options, context.blocks)
     _refuse_selective_around(names, context, options)
     mesh = _device_mesh(context.position, options, context.world.device)
     by_rows = OPTIMIZERS[context.config.optim.name].whole_matrices  # it exchanges rows
     dtypes = {name: _DTYPES[getattr(precision, name)] for name in ("param_dtype", "reduce_dtype", "output_dtype")}
+    if narrow and dtypes["reduce_dtype"] is None:
+        dtypes["reduce_dtype"] = torch.float32  # a sum of bf16 would be rounded by each rank
     arguments: dict[str, Any] = {
         "mesh": mesh,
         "shard_placement_fn": None if by_rows else partial(_shard_placement, mesh["shard"].size()),

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from lockstep.strategies.record import (
+    CPU,
     Combinations,
     Exactness,
     MemoryUse,
@@ -68,6 +69,7 @@ STRATEGY = Strategy(
         whole_model="DDP's own reduction",
         finds_unused=True,
     ),
+    cells={"bf16 parameters": CPU},
     exactness=Exactness(
         invariant=True,
         varying_options={

@@ -19,6 +19,7 @@ from pydantic import Field
 from lockstep.strategies.record import (
     CPU,
     NONE,
+    PACKAGED,
     Hooks,
     MemoryUse,
     StateSharding,
@@ -86,6 +87,7 @@ STRATEGY = Strategy(
     ),
     cells={
         "offload": CPU,
+        **dict.fromkeys(PACKAGED, refused("DeepSpeed passes it flat parts of parameters; take adamw, or ddp")),
         "compile": refused("DeepSpeed's hooks in the forward are not tested compiled; write false, or take ddp"),
     },
     needs_optimizer=True,

@@ -28,6 +28,7 @@ from lockstep.strategies.record import (
     Update,
     Variant,
     gradients_all_reduced,
+    refused,
 )
 from lockstep.strategies.section import Positive, Section
 
@@ -37,7 +38,7 @@ Precise = Literal["fp32", "bf16", "fp16"]
 class FSDPPrecision(Section):
     """Dtypes of FSDP's gathers, reductions and computation.
 
-    Parameters and optimizer state stay fp32, and `precision.compute` still selects autocast. With fp16,
+    Parameters and optimizer state stay as they are, and `precision.compute` still selects autocast. With fp16,
     `precision.loss_scale` applies.
     """
 
@@ -149,6 +150,8 @@ STRATEGY = Strategy(
         rounds_to_fp16=lambda options: options.mixed_precision.rounds_to_fp16,
     ),
     cells={
+        "bf16 parameters": CPU,
+        "adamw-8bit": refused("its moments are quantized in blocks of whole parameters; take adamw, or ddp"),
         WHOLE_MATRICES: CPU,  # gathered one at a time, or summed over the shards
         "offload": Cell(
             "untested",

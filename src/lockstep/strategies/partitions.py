@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.strategies.record import WHOLE_MATRICES, Cell, Partition, refused
+from lockstep.strategies.record import PACKAGED, WHOLE_MATRICES, Cell, Partition, refused
 from lockstep.strategies.section import Auto, Positive, Section
 
 if TYPE_CHECKING:
@@ -41,17 +41,24 @@ _TWICE = refused(
     "gradients of inputs and of weights are computed separately, and each would recompute a block; take pipeline-1f1b, "
     "or interleaved-1f1b"
 )
+_WHOLE_MODEL = {
+    "bf16 parameters": refused("it is for whole models and sequences; take single, ddp or fsdp alone, or write fp32")
+}
 _PIPELINE = {
     "companion": refused("a companion has no stages; leave it out, or take fsdp"),
+    **_WHOLE_MODEL,
     "compile": refused("a compiled forward can't be left between two blocks; write false, or take fsdp"),
     "chunked loss": refused("the last stage passes logits to the objective; leave it out"),
 }
 _CONTEXT = {
-    "companion": refused("a companion sees whole sequences, and a rank has a part of each; leave it out, or take fsdp")
+    **_WHOLE_MODEL,
+    "companion": refused("a companion sees whole sequences, and a rank has a part of each; leave it out, or take fsdp"),
 }
 _CHECKPOINTING = ("activation checkpointing", "selective checkpointing")
 _WEIGHTS_APART = {**_PIPELINE, **dict.fromkeys(_CHECKPOINTING, _TWICE)}
 _TENSOR = {
+    **dict.fromkeys(PACKAGED, refused("it works on whole parameters; take adamw, or leave parallel.tensor out")),
+    **_WHOLE_MODEL,
     "adapters": refused("peft's layers keep their matrices whole; take fsdp, or leave parallel.tensor out"),
     "compile": refused(
         "torch's compiler (2.13) fails on sharded matrices where shapes change, as texts of different lengths do; "

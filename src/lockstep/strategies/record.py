@@ -59,6 +59,10 @@ WHOLE_MATRICES = "whole matrices"
 """The cell of all optimizers that look at whole matrices."""
 
 
+PACKAGED = ("adamw-8bit", "schedule-free")
+"""Features of optimizers that other packages define."""
+
+
 def refused(why: str) -> Cell:
     return Cell("refused", why)
 

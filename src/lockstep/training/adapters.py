@@ -34,7 +34,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
 def lower_frozen(model: nn.Module, config: Config, device: torch.device | None = None) -> nn.Module:
-    """Return the model with its frozen parameters in the dtype of `precision.frozen`.
+    """Return the model with its parameters in the dtypes of `precision.parameters` and `precision.frozen`.
 
     Args:
         device: The run's; None, in a plan: one that computes in bf16.
@@ -43,9 +43,11 @@ def lower_frozen(model: nn.Module, config: Config, device: torch.device | None =
         ConfigError: They would be in bf16, and the forward computes in fp32.
     """
     dtype = _dtype(config, device)
-    for parameter in model.parameters() if dtype is not None else ():
-        if not parameter.requires_grad and parameter.dtype in (torch.float32, torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.to(dtype)
+    trained = torch.bfloat16 if config.precision.parameters == "bf16" else None
+    for parameter in model.parameters():
+        wanted = trained if parameter.requires_grad else dtype
+        if wanted is not None and parameter.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.to(wanted)
     return model
 
 

@@ -90,7 +90,7 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
     prepared = _prepare(config, world, given, purpose)
     whole, plan, source, objective = prepared.whole, prepared.plan, prepared.source, prepared.objective
     dtype = resolve_compute(config.precision.compute, world.device)
-    own = config.optim, plan.groups, given.optimizer, dtype
+    own = config.optim, plan.groups, given.optimizer, dtype, config.run.seed
     optimizer = None if purpose is Purpose.EVALUATE else ConfiguredOptimizer(*own)
     made = parallelize(whole, config, plan, world, optimizer or NoOptimizer(), user_transforms(config, given))
     if purpose is Purpose.TRAIN:
@@ -183,7 +183,8 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
         seed, trust = config.run.seed, given.trust_remote_code
         model = build_model(config.model, source.facts, seed, trust_remote_code=trust)
     base = base_of(config.model, model, world.axis)
-    refuse_parameters(lower_frozen(model, config, world.device), ELEMENT_BYTES)
+    refuse_parameters(model, ELEMENT_BYTES)
+    lower_frozen(model, config, world.device)
     refuse_unknown_names(model, config.model.inputs)
     own, trust = parameter_facts(model), given.trust_remote_code
     further = companion_facts(config, source.facts, own, trust_remote_code=trust)
@@ -341,8 +342,9 @@ class ConfiguredOptimizer:
         groups: Sequence[Grouping],
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None,
         compute: torch.dtype | None,
+        seed: int,
     ) -> None:
-        self._optim, self._groups, self._compute = optim, groups, compute
+        self._optim, self._groups, self._compute, self._seed = optim, groups, compute, seed
         self._make = make or custom_optimizer(optim)
         self.is_custom = self._make is not None
         self.used = optim
@@ -358,7 +360,7 @@ class ConfiguredOptimizer:
     def _alone(self, parameters: Iterable[tuple[str, nn.Parameter]], shards: RowShards | None) -> Optimizer:
         groups = parameter_groups(parameters, self._optim, self._groups)
         if self._make is None:
-            return build_optimizer(self._optim, groups, shards, self._compute)
+            return build_optimizer(self._optim, groups, shards, self._compute, self._seed)
         try:
             made = self._make(user_groups(groups, self._optim))
         except (TypeError, ValueError) as error:
