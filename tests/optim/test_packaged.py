@@ -84,3 +84,11 @@ def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
         lockstep.session(settings("schedule-free")),
     ):
         pass
+
+
+def test_schedule_free_under_fsdp_is_the_single_process() -> None:
+    alone = recorded(settings("schedule-free"), updates=3)
+    run = recorded(settings("schedule-free", parallel={"strategy": "fsdp"}), ranks=2, updates=3)
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+    [held_out], [expected] = run.evaluations, alone.evaluations
+    assert held_out["loss"] == pytest.approx(expected["loss"], rel=1e-5)
