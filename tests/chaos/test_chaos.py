@@ -122,10 +122,10 @@ def test_faults_of_the_disk_and_of_the_data(tmp_path: Path, kinds: str) -> None:
 
 LINES = {
     "full": "No space left on device",
-    "gone": "Input/output error; it is tried again for 60 s",
+    "gone": "Input/output error; retrying for 60 s",
     "flip": "checkpoints/broken-step-",
     "slow": "step 12: saved",
-    "readonly": "Read-only file system; it is tried again",
+    "readonly": "Read-only file system; retrying",
     "sample": "failed once and succeeded when it was tried again",
 }
 
