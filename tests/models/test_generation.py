@@ -67,11 +67,11 @@ def test_draws_depend_only_on_the_seed(section):
 
 
 def test_generation_stops_at_the_end_token():
-    assert generate(_NextIsOneMore(), [3], 9, temperature=0, context=4, end=7) == [4, 5, 6]
+    assert generate(_NextIsOneMore(), [3], 9, temperature=0, context=4, ends=[7]) == [4, 5, 6]
     model = build_model(GPT2, DataFacts(10, 8, vocabulary=40), 1)
     first, second, *_ = made = generate(model, [1, 2, 3], 5, temperature=0)
-    assert generate(model, [1, 2, 3], 5, temperature=0, end=first) == []
-    assert generate(model, [1, 2, 3], 5, temperature=0, end=second) == made[: made.index(second)]
+    assert generate(model, [1, 2, 3], 5, temperature=0, ends=[first]) == []
+    assert generate(model, [1, 2, 3], 5, temperature=0, ends=[second]) == made[: made.index(second)]
 
 
 def test_the_library_generates_what_forwards_on_whole_texts_do():
@@ -90,7 +90,7 @@ def test_a_batch_of_prompts_is_continued_as_each_alone():
     end = alone[1][1]
     assert generate_all(model, prompts, 4, Sampling(0.0)) == alone
     expected = [row[: row.index(end)] if end in row else row for row in alone]
-    assert generate_all(model, prompts, 4, Sampling(0.0), end=end) == expected
+    assert generate_all(model, prompts, 4, Sampling(0.0), ends=[end]) == expected
     assert expected != alone
 
 

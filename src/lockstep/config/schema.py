@@ -384,6 +384,8 @@ class Evaluation(Section):
         titles = [metric.title for metric in (*self.metrics, *(self.generate.metrics if self.generate else ()))]
         if twice := next((title for title in titles if titles.count(title) > 1), None):
             yield f"two metrics are called {twice}; give one of them a `name`"
+        if own := next((metric.name for metric in self.metrics if metric.name in _METRICS), None):
+            yield f"{own} is a metric of objectives; give the other one another `name`"
 
     @property
     def further(self) -> tuple[Metric, ...]:

@@ -13,6 +13,7 @@ import importlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -147,6 +148,17 @@ def begin_tokens(tokenizer: Any) -> list[int]:
     return text[: len(text) - len(plain) - ends]
 
 
+def ends_of(tokenizer: Any) -> list[int]:
+    """Return the ids of the tokens that end a text, or a turn of the chat template."""
+    ends = {end_token(tokenizer)}
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        with suppress(Exception):  # a template may refuse such a short chat
+            ids = tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True)["input_ids"]
+            ends.add(next((each for each in reversed(ids) if each in tokenizer.added_tokens_decoder), None))
+    return sorted(end for end in ends if end is not None)
+
+
 def end_token(tokenizer: Any) -> int | None:
     """Return the id of the eos token, otherwise of the sep token, otherwise None."""
     token: int | None = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
@@ -242,7 +254,7 @@ def _pinned(section: Section, key: str, then: Section | None) -> Section:
         revision = then.revision
     else:
         needs_hub()
-        revision = resolved(kind, name, revision)
+        revision = resolved(kind, name, revision) or revision
     return section.model_copy(update={"revision": revision})
 
 

@@ -33,6 +33,7 @@ from lockstep.config.data_sections import CHAT_KEYS
 from lockstep.config.schema import Config, HuggingFaceData, Tokens
 from lockstep.core.cache_files import cache_folder
 from lockstep.core.errors import ConfigError, UnusableSamples
+from lockstep.core.hub import at_revision
 from lockstep.core.protocols import Source
 from lockstep.core.records import LANGUAGE_MODEL, Batch, DataFacts
 from lockstep.data import noise, windows
@@ -346,9 +347,11 @@ def _num_classes(rows: Any, label: str) -> int:
 def fetch_tokens(config: Config) -> Iterator[str]:
     """Tokenize the packed datasets of a run into the cache; yield a line for each."""
     pretrained, sections = huggingface_sections(config)
+    task = getattr(config.model, "task", None)
+    pretrained = at_revision(pretrained, getattr(config.model, "revision", None))
     for section in sections:
         if section.messages is not None and (section.tokenizer or pretrained):
-            samples = open_huggingface(section, task=None, tokenizer=pretrained).facts.samples
+            samples = open_huggingface(section, task=task, tokenizer=pretrained).facts.samples
             where = f"in {cache_folder('chats')}"
             yield f"conversations of {section.name}, split {section.split}: {samples:,} samples, {where}"
         elif section.packed and (section.tokenizer or pretrained):

@@ -41,7 +41,7 @@ def generate(
     tokens: int,
     sampling: Sampling,
     context: int = 256,
-    end: int | None = None,
+    ends: Sequence[int] = (),
     *,
     is_whole: bool = True,
     synced: bool = False,
@@ -51,7 +51,7 @@ def generate(
     Args:
         model: Maps tokens (or input_ids) [1, T] to logits [1, T, V]. It runs in evaluation mode.
         context: The most tokens that the model gets. The library's generation has the model's own limit.
-        end: The token that ends a text; None: there is none.
+        ends: The tokens that end a text; without any, those of a model of the transformers library.
         is_whole: Whether this rank has the whole model, perhaps gathered for each forward.
         synced: All ranks run as many forwards, since each gathers the weights.
 
@@ -63,9 +63,9 @@ def generate(
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)  # of the transformers library
     with evaluation_mode(model):
         if is_whole and is_transformers_model(model) and cast("Any", model).can_generate():
-            return _by_the_library(model, prompts, tokens, sampling, limit, end, synced=synced)
+            return _by_the_library(model, prompts, tokens, sampling, limit, ends, synced=synced)
         context = min(context, int(limit or context))
-        return [_by_forwards(model, prompt, tokens, context, sampling, end) for prompt in prompts]
+        return [_by_forwards(model, prompt, tokens, context, sampling, ends) for prompt in prompts]
 
 
 def _by_the_library(
@@ -74,7 +74,7 @@ def _by_the_library(
     tokens: int,
     sampling: Sampling,
     limit: int | None,
-    end: int | None,
+    ends: Sequence[int],
     *,
     synced: bool,
 ) -> list[list[int]]:
@@ -87,7 +87,8 @@ def _by_the_library(
     ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
     drawn = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "top_p": sampling.top_p}
-    end = model.config.eos_token_id if end is None else end
+    own = model.config.eos_token_id
+    ends = ends or (own if isinstance(own, list) else [own])
     devices = [] if ids.device.type == "cpu" else [ids.device]
     with quiet(), torch.random.fork_rng(devices, device_type=ids.device.type if devices else "cuda"):
         torch.manual_seed(sampling.seed)
@@ -96,14 +97,13 @@ def _by_the_library(
             attention_mask=mask,
             max_new_tokens=tokens,
             do_sample=sampling.temperature > 0,
-            eos_token_id=end,
+            eos_token_id=None if ends == [None] else list(ends),
             pad_token_id=pad,
             use_cache=True,
             logits_processor=[_refuse_damaged],
             synced_gpus=synced,
             **(drawn if sampling.temperature else {}),
         )
-    ends = end if isinstance(end, list) else [end]
     rows = made[:, 1 if encodes else width :].tolist()
     return [row[: next((at for at, token in enumerate(row) if token in ends), len(row))] for row in rows]
 
@@ -115,7 +115,7 @@ def _refuse_damaged(ids: Tensor, logits: Tensor) -> Tensor:
 
 
 def _by_forwards(
-    model: nn.Module, prompt_ids: Sequence[int], tokens: int, context: int, sampling: Sampling, end: int | None
+    model: nn.Module, prompt_ids: Sequence[int], tokens: int, context: int, sampling: Sampling, ends: Sequence[int]
 ) -> list[int]:
     device, draws = next(model.parameters()).device, torch.Generator().manual_seed(sampling.seed)
     name = "input_ids" if "input_ids" in signature(model.forward).parameters else "tokens"
@@ -124,7 +124,7 @@ def _by_forwards(
         window = torch.tensor([ids[-context:]], device=device)
         logits = full_logits(logits_of(model(**{name: window})))[0, -1].float().cpu()
         token = _draw(_refuse_damaged(window, logits), sampling, draws)
-        if token == end:
+        if token in ends:
             break
         ids.append(token)
     return ids[len(prompt_ids) :]

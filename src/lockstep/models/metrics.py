@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.metric_names import metric_classes, metric_names, plain
 from lockstep.models.objectives import IGNORED, ClassifierLoss, ModelLoss, SpanLoss, TargetLoss
 from lockstep.models.outputs import logits_of
+from lockstep.models.preferences import DistillLoss, PairLoss
 from lockstep.models.vocab_parallel_loss import full_logits
 
 if TYPE_CHECKING:
@@ -62,10 +64,25 @@ def outcome_of(objective: EvaluatedObjective, batch: Batch, size: int | None) ->
     if isinstance(objective, ClassifierLoss):
         kinds = {"regression": NUMBERS, "multi_label_classification": LABELS}
         return Outcome(kinds.get(objective.kind_of(batch.targets), CLASSES), objective.labels)
-    if isinstance(objective, SpanLoss | ModelLoss):
-        why = "the model computes the loss, or answers are spans: there are no outputs with a target each; leave it out"
+    if isinstance(objective, SpanLoss | ModelLoss | PairLoss | DistillLoss):
+        why = "the objective has no outputs with a target each, but pairs, spans, or a loss of the model; leave it out"
         raise ConfigError(Problem("", "evaluation.metrics", why))
     return Outcome(OWN, size)
+
+
+class _AllSums(defaultdict[str, float]):
+    """Sums that have every name: which ones an objective will have is known when it has evaluated."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def own_metrics(objective: EvaluatedObjective) -> list[str] | None:
+    """Return the names of an objective's own metrics; None if a user's objective needs more to show them."""
+    try:
+        return list(objective.metrics(1.0, 1.0, _AllSums(lambda: 1.0)))
+    except Exception:
+        return None
 
 
 class EvaluationMetrics:
@@ -247,7 +264,7 @@ def reduce_states(metrics: Sequence[Any], axis: Axis, *, counts: bool) -> None:
                 state = values[0]
             else:  # the class joins them in `compute`, if it has no function for it
                 state = torch.stack(values) if reduction is None else reduction(torch.stack(values))
-            setattr(metric, name, state)
+            setattr(metric, name, state.to(metric.device) if isinstance(state, Tensor) else state)
         metric._computed = None
         metric._update_count = len(parts)
 

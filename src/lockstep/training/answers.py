@@ -89,7 +89,7 @@ class Answers:
         for batch, seed in zip(batches, seeds, strict=True):
             prompts, wanted = self._prompts(batch, name)
             sampling = Sampling(self._section.temperature, top_p=self._section.top_p, seed=seed)
-            options: dict[str, Any] = {"end": self._codec.end, "synced": self._synced}
+            options: dict[str, Any] = {"ends": self._codec.ends, "synced": self._synced}
             with self._autocast():
                 made = generate(model, prompts, self._section.tokens, sampling, **options)
             if batch.samples:
@@ -106,9 +106,12 @@ class Answers:
         if "input_ids" not in inputs or batch.targets is None:
             raise ConfigError(Problem("", _KEY, f"data.evaluation.{name} has no input_ids with labels; leave it out"))
         ids, targets = inputs["input_ids"].tolist(), batch.targets.tolist()
+        if "position_ids" in inputs:
+            raise ConfigError(Problem("", _KEY, f"data.evaluation.{name} is packed; set its packed to false"))
         mask = inputs["attention_mask"].tolist() if "attention_mask" in inputs else [[1] * len(row) for row in ids]
         prompts, wanted = [], []
-        for row, seen, goal in zip(ids, mask, targets, strict=True):
+        answers = len(ids) // (batch.samples or 1)  # of a pair, the chosen one is first
+        for row, seen, goal in zip(ids[::answers], mask[::answers], targets[::answers], strict=True):
             if self._encodes:
                 first, last, kept = 0, len(goal), [token for token, valid in zip(row, seen, strict=True) if valid]
             else:

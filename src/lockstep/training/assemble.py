@@ -26,7 +26,7 @@ from lockstep.models.attention_masks import decide_masks, refuse_packed, without
 from lockstep.models.build import build_meta_model, build_model, parameter_facts, sketch_model
 from lockstep.models.building_objectives import coupling, lone_samples
 from lockstep.models.heads import head_of
-from lockstep.models.metrics import OWN, EvaluationMetrics, Outcome, outcome_of
+from lockstep.models.metrics import OWN, EvaluationMetrics, Outcome, outcome_of, own_metrics
 from lockstep.models.model_tensors import model_tensors
 from lockstep.models.objectives import ClassifierLoss, TargetLoss
 from lockstep.models.parameters import refuse_parameters
@@ -264,7 +264,9 @@ def _meta_model(
 
 def _metrics(config: Config, prepared: _Prepared, device: torch.device) -> EvaluationMetrics:
     """Return the metrics of the config, for the outputs of the model. Raises ConfigError if they don't fit."""
-    sections, source, model = config.evaluation.further, prepared.source, prepared.whole.module
+    own, source, model = own_metrics(prepared.objective), prepared.source, prepared.whole.module
+    asked = config.evaluation.further if own is None else config.evaluation.metrics
+    sections = [metric for metric in asked if metric.arguments or metric.title not in (own or ())]
     if not sections:
         return EvaluationMetrics((), Outcome(OWN, None), device)
     objective, facts, head = prepared.objective, source.facts, head_of(model)

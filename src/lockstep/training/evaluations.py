@@ -9,7 +9,6 @@ rank, so every rank decides the same.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from lockstep.core.closest import did_you_mean
 from lockstep.core.directions import best_of, improvement_of, is_better, known_direction
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import EvaluationReport, Request, StepReport
+from lockstep.models.metrics import own_metrics
 from lockstep.monitor.jsonl import finite
 from lockstep.training.requests import Trigger
 from lockstep.training.session import Session, components_of
@@ -98,13 +98,6 @@ class EarlyStopping:
         return is_better(value, best, direction) and abs(value - best) > section.min_delta
 
 
-class _AllSums(defaultdict[str, float]):
-    """Sums that have every name: which ones an objective will have is known when it has evaluated."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-
 class Evaluations:
     """The evaluations of one run, on one rank; all ranks call the same methods at the same updates.
 
@@ -149,9 +142,7 @@ class Evaluations:
 
     def _refuse_unknown_metric(self, key: str, name: str) -> None:
         components = components_of(self._session)
-        try:
-            metrics = list(components.objective.metrics(1.0, 1.0, _AllSums(lambda: 1.0)))
-        except Exception:  # a user's objective may need more than these values
+        if (metrics := own_metrics(components.objective)) is None:
             return
         further, answers = components.evaluation.metrics, components.evaluation.answers
         if not further.names and any(name.rpartition(".")[2].startswith(own) for own in further.directions):
