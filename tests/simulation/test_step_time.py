@@ -56,8 +56,10 @@ def cluster(nodes: int = 1, per_node: int = 8, **figures: Any) -> GPUCluster:
     return GPUCluster(replace(H100, **figures), per_node, nodes)
 
 
-def test_the_flops_are_those_of_the_model() -> None:
-    step = time_of(large(1, "single"), cluster(per_node=1))
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_the_flops_are_those_of_the_model(mode: str) -> None:
+    memory = {"activation_checkpointing": {"mode": mode}}
+    step = time_of(large(1, "single", memory=memory), cluster(per_node=1))
     tokens = 2 * 16 * LENGTH
     products = 6 * tokens * (LAYERS * 12 * WIDTH**2 + WIDTH * VOCABULARY)
     attention = 3 * LAYERS * tokens * 2 * LENGTH * WIDTH  # half of all pairs
@@ -76,6 +78,16 @@ def test_the_parts_are_the_step(strategy: str, ranks: int) -> None:
     assert step.parts["matmul"] > step.parts["attention"] > 0
     assert (step.parts["communication"] + step.hidden > 0) == (ranks > 1)
     assert 0.05 < step.mfu < 0.6
+
+
+def test_frozen_weights_have_no_gradients_to_compute() -> None:
+    whole, frozen = (
+        time_of(
+            large(1, "single", model={**large(1).model.model_dump(exclude_unset=True), "freeze": freeze}), cluster()
+        )
+        for freeze in ((), ("blocks.*",))
+    )
+    assert 0.6 < frozen.flops / whole.flops < 0.8
 
 
 def test_micro_batches_that_are_not_simulated_take_as_long_as_those_that_are() -> None:
@@ -117,7 +129,7 @@ def test_stages_wait_for_each_other() -> None:
 
 
 def product(stream: int = 0, size: int = 4096) -> Operation:
-    return Operation(stream, "matmul", 2 * size**3, 3 * 2 * size**2, (1, size, size, size), 2, backward=False)
+    return Operation(stream, "matmul", 2 * size**3, 3 * 2 * size**2, (1, size, size, size), 2, 0.0)
 
 
 def replayed(*entries: Any) -> StepTime:
@@ -142,7 +154,7 @@ def test_no_product_is_faster_than_the_gpu(m: int, n: int, k: int, batch: int) -
     shape = (batch, m, n, k)
     flops, moved = 2 * batch * m * n * k, 2 * batch * (m * k + k * n + m * n)
     assert 0 < shape_efficiency(shape, H100) <= 1
-    seconds = operation_seconds(Operation(0, "matmul", flops, moved, shape, 2, backward=False), H100)
+    seconds = operation_seconds(Operation(0, "matmul", flops, moved, shape, 2, 0.0), H100)
     assert seconds >= flops / H100.flops[2]
     assert seconds >= moved / H100.bandwidth
 
@@ -168,6 +180,11 @@ def test_the_gpus_by_name(tmp_path: Path) -> None:
     own.write_text('[MINE]\nlike = "H100"\nmemory = 20\n')
     mine = parse_cluster(f"{own}:MINE:2")
     assert (mine.gpu.memory, mine.gpu.bandwidth, mine.ranks) == (20 << 30, H100.bandwidth, 2)
+    own.write_text('[MINE]\nlike = "H100"\n[MINE.reached]\nmatmul = 0.5\n[LESS]\nmemory = 20\n[LOST]\nlike = "NONE"\n')
+    assert parse_cluster(f"{own}:MINE:1").gpu.reached == {**H100.reached, "matmul": 0.5}
+    for name, missing in (("LESS", "tf32"), ("LOST", "NONE")):
+        with pytest.raises(ConfigError, match=missing):
+            parse_cluster(f"{own}:{name}:1")
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,13 @@ def _gpu(name: str, known: Mapping[str, Mapping[str, Any]]) -> GPU:
     by_lower = {each.lower(): each for each in known}
     if (key := by_lower.get(name.lower())) is None:
         raise ConfigError(f"--gpus: there is no GPU {name!r} in plan/gpus.toml; {did_you_mean(name, known)}")
-    figures = _inherited(key, known)
+    try:
+        return _made(key, _inherited(key, known))
+    except KeyError as missing:
+        raise ConfigError(f"--gpus: {key} has no {missing}; write it, or like: the name of a known GPU") from None
+
+
+def _made(key: str, figures: Mapping[str, Any]) -> GPU:
     flops = {4: figures["tf32"] * 1e12, 2: figures["bf16"] * 1e12, 1: figures["fp8"] * 1e12}
     memory, rates = (
         int(figures["memory"] * 2**30),
@@ -108,7 +114,10 @@ def _gpu(name: str, known: Mapping[str, Mapping[str, Any]]) -> GPU:
 
 def _inherited(name: str, known: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     own = known[name]
-    return {**_inherited(own["like"], known), **own} if "like" in own else own
+    if "like" not in own:
+        return own
+    parent = _inherited(own["like"], known)
+    return {**parent, **own, _REACHED: {**parent[_REACHED], **own.get(_REACHED, {})}}
 
 
 @cache

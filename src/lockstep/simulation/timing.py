@@ -91,7 +91,7 @@ class _Replay:
                 self.waited += max(0.0, self.host - max(now, self.computing))
                 self.streams[entry.stream] = begin + seconds
                 self.computing = max(self.computing, begin + seconds)
-                self.flops += 0.0 if entry.backward else entry.flops
+                self.flops += entry.model_flops
                 self.width = min(self.width, entry.width) if entry.flops else self.width
             elif isinstance(entry, Sent):
                 self.host += _CALL
@@ -146,7 +146,7 @@ def step_time(trace: StepTrace, cluster: GPUCluster, micro_batches: int, stages:
     hidden = max(0.0, replay.sent * scale - exposed)
     parts["communication"] = exposed + _SLOWED * hidden
     seconds += _SLOWED * hidden
-    flops = 3 * replay.flops * scale
+    flops = replay.flops * scale
     return StepTime(seconds, parts, hidden, flops, flops / seconds / cluster.gpu.flops[replay.width])
 
 

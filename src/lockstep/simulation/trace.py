@@ -33,6 +33,7 @@ _NO_KERNEL = {
 }  # fmt: skip
 _GATHERS = {aten.embedding, aten.index, aten.gather, aten.index_select, aten.nll_loss_forward}
 """Operations that read as many elements of a tensor as they write."""
+_AGAIN = 4 / 5  # of flash attention's backward: one of its five products computes the scores again
 _WRITES = {aten.copy_, aten.fill_, aten.zero_, aten._foreach_copy_, aten._foreach_zero_}
 """Operations that don't read their first argument."""
 
@@ -45,7 +46,7 @@ class Operation(NamedTuple):
         bytes: Read and written.
         shape: [batch, m, n, k] of a matrix product.
         width: Bytes of an element.
-        backward: Whether it runs in a backward; what is computed again there, too.
+        model_flops: Those of the model: not what is computed again, nor of a frozen second model.
     """
 
     stream: int
@@ -54,7 +55,7 @@ class Operation(NamedTuple):
     bytes: int
     shape: tuple[int, int, int, int] | None
     width: int
-    backward: bool
+    model_flops: float
 
 
 class Sent(NamedTuple):
@@ -123,8 +124,13 @@ class StepTrace:
             if part == "attention" and _is_causal(func, args, kwargs):
                 flops //= 2
         width = min((tensor.element_size() for tensor in _tensors(args) if tensor.is_floating_point()), default=4)
-        moved, backward = _bytes(func, args, kwargs, outputs), torch._C._current_graph_task_id() != -1
-        self.entries.append(Operation(stream, part, flops, moved, _shape(packet, args), width, backward))
+        moved, in_backward = _bytes(func, args, kwargs, outputs), torch._C._current_graph_task_id() != -1
+        counts = (
+            not self.in_optimizer and torch.is_grad_enabled() != in_backward
+        )  # on again: it computes a forward again
+        share = _AGAIN if part == "attention" and in_backward else 1.0
+        model_flops = share * flops if counts else 0.0
+        self.entries.append(Operation(stream, part, flops, moved, _shape(packet, args), width, model_flops))
 
     def ordered(self, what: Literal["record", "wait", "read"], stream: device.Stream, event: device.Event) -> None:
         self._held.append(event)
