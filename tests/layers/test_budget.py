@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 79_894
+MOST_LINES = 79_943
 MOST_FILES = 479
-MOST_CODE = 48_433
+MOST_CODE = 48_469
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
 LARGER_PACKAGES = {"training": 10_064}
