@@ -265,8 +265,8 @@ def _meta_model(
 def _metrics(config: Config, prepared: _Prepared, device: torch.device) -> EvaluationMetrics:
     """Return the metrics of the config, for the outputs of the model. Raises ConfigError if they don't fit."""
     own, source, model = own_metrics(prepared.objective), prepared.source, prepared.whole.module
-    asked = config.evaluation.further if own is None else config.evaluation.metrics
-    sections = [metric for metric in asked if metric.arguments or metric.title not in (own or ())]
+    metrics = config.evaluation.further if own is None else config.evaluation.metrics
+    sections = [metric for metric in metrics if metric.arguments or metric.title not in (own or ())]
     if not sections:
         return EvaluationMetrics((), Outcome(OWN, None), device)
     objective, facts, head = prepared.objective, source.facts, head_of(model)
