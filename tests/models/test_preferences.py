@@ -6,6 +6,7 @@ TRL 1.16's DPOTrainer gave the same losses and rewards on the same weights and b
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -97,6 +98,7 @@ def test_the_loss_of_pairs_is_the_formula(kind: str, batch: Batch) -> None:
     assert sums["accuracy"] == sum(first > second for first, second in zip(chosen, rejected, strict=True))
     assert logged == pytest.approx({name: value / 2 for name, value in sums.items()})
     assert objective.metrics(loss, 2, sums)["loss"] == loss / 2
+    assert objective.metrics(1.0, 1.0, defaultdict(float)).keys() == {"loss", *sums}  # known before an evaluation
 
 
 def test_a_reward_is_the_output_of_its_row(batch: Batch) -> None:

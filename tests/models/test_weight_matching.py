@@ -21,9 +21,11 @@ from torch import nn
 
 import lockstep
 from lockstep.config.schema import CustomModel
+from lockstep.core.adapters import adapter_of
 from lockstep.core.errors import ConfigError
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.interop.peers import read_peer
+from lockstep.models.adapters import with_adapter
 from lockstep.models.weight_files import read_weights
 from lockstep.models.weight_matching import match_initial_weights
 from lockstep.training.attempt import run_info
@@ -36,6 +38,11 @@ class Tied(nn.Module):
         self.embedding = nn.Embedding(5, 3)
         self.head = nn.Linear(3, 5)
         self.head.weight = self.embedding.weight
+
+
+class Pair(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
 def made(seed: int, kind: type[nn.Module] = small.WithBatchNorm) -> nn.Module:
@@ -69,6 +76,61 @@ def assert_same(model: nn.Module, tensors: Any) -> None:
     assert state.keys() == tensors.keys()
     different = [name for name in state if not torch.equal(state[name], tensors[name])]
     assert different == []
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def adapted(seed: int, of: type[nn.Module], **keys: Any) -> nn.Module:
+    adapter = {"kind": "lora", "targets": ("0", "1"), **keys}
+    section = CustomModel.model_validate({"kind": "custom", "target": "a:b", "adapter": adapter})
+    return with_adapter(made(seed, of), section, seed)
+
+
+@pytest.mark.parametrize("names", [["embedding.weight"], ["embedding.weight", "head.weight"]])
+@pytest.mark.parametrize("keys", [{"targets": ("embedding",), "modules_to_save": ("head",)}, {"targets": ("head",)}])
+def test_a_tied_base_of_an_adapter_is_read(names: list[str], keys: dict[str, Any], tmp_path: Path) -> None:
+    model, saved = adapted(0, Tied, **keys), made(1, Tied).state_dict()
+    save_file({name: saved[name].clone() for name in (*names, "head.bias")}, tmp_path / "base.safetensors")
+    started(model, tmp_path / "base.safetensors")
+    read = [value for name, value in model.state_dict().items() if name.endswith("weight") and "lora" not in name]
+    assert len(read) >= 2
+    assert all(torch.equal(value, saved["embedding.weight"]) for value in read)
+
+
+def test_weights_are_not_replaced_where_dora_has_begun(tmp_path: Path) -> None:
+    save_file(made(1, Pair).state_dict(), tmp_path / "base.safetensors")
+    assert "DoRA" in refusal(adapted(0, Pair, use_dora=True), tmp_path / "base.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("key", "other"),
+    [
+        ("lora_alpha", 8),
+        ("use_rslora", True),
+        ("use_dora", True),
+        ("alpha_pattern", {"0": 3}),
+        ("fan_in_fan_out", True),
+        ("feedforward_modules", ["0"]),
+    ],
+)
+def test_an_adapter_that_would_compute_something_else_is_refused(key: str, other: object, tmp_path: Path) -> None:
+    keys = {"kind": "ia3", "feedforward_modules": ("0", "1")} if key == "feedforward_modules" else {}
+    model = adapted(0, Pair, **keys)
+    saved, config = adapter_of(model), tmp_path / "adapter_config.json"
+    assert saved is not None
+    tensors = {name: model.state_dict()[own] for own, name in saved.files.items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    section = CustomModel.model_validate(
+        {"kind": "custom", "target": "a:b", "adapter": {"kind": "lora"}, "init_from": str(tmp_path)}
+    )
+    with fails(ConfigError, config.name, key="model.init_from"):
+        match_initial_weights(model, section)
+    config.write_text(json.dumps(saved.config))
+    assert match_initial_weights(model, section) is not None
+    config.write_text(json.dumps({**saved.config, key: other}))
+    with fails(ConfigError, key, other, saved.config[key], key="model.init_from"):
+        match_initial_weights(model, section)
 
 
 # --- files and names --------------------------------------------------------------------------------------------------

@@ -17,7 +17,11 @@ from training.test_same_run import config
 
 import lockstep
 from lockstep.cli.main import main
+from lockstep.config.schema import GivenModel
 from lockstep.core.errors import ConfigError
+from lockstep.distributed.collectives import LocalGroup
+from lockstep.models.adapters import seen_through
+from lockstep.training.adapters import base_of
 from lockstep.training.exporting import ExportArguments, export
 from lockstep.training.finished_run import evaluate_run, generate_text
 from lockstep.training.session import components_of
@@ -236,6 +240,19 @@ def test_an_adapter_is_continued(trained: Path, base: Path, tmp_path: Path) -> N
     with lockstep.session(run) as session:
         continued = logits(components_of(session).sharding.state.model)
     assert torch.equal(continued, logits(of_peft(base, trained / "model")))
+
+
+def test_an_adapter_is_not_the_base(trained: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    section = GivenModel(kind="given", init_from=str(trained / "model"))
+    bases = []
+    for seed in (0, 1):
+        model = seen_through(get_peft_model(llama(seed), LoraConfig(r=4, target_modules=["q_proj"])))
+        bases.append(base_of(section, model, LocalGroup()))
+    assert bases[0] is not None
+    assert bases[0]["repository"] is None
+    assert bases[0] != bases[1]
 
 
 def test_a_changed_base_is_refused(base: Path, tmp_path: Path) -> None:

@@ -101,6 +101,16 @@ def test_turned_on_or_off_where_a_run_resumes(tmp_path: Path) -> None:
     assert [resumed for resumed, _ in found] == [None, 3, None, 3]
 
 
+def test_an_average_without_values_begins_where_a_run_resumes(tmp_path: Path) -> None:
+    early, late, plain = (averaged({"decay": 0.5, "start": start}, run={"steps": 5}) for start in (1, 100, 1))
+    plain["optim"].pop("ema")
+    runs = [(late, f"{tmp_path}/late", 3), (early, f"{tmp_path}/late", None)]
+    runs += [(plain, f"{tmp_path}/plain", 3), (early, f"{tmp_path}/plain", None)]
+    found = in_world(1, _attempts, runs)[0]
+    assert found[1] == found[3]
+    assert found[1][0] == 3
+
+
 def test_a_run_leaves_and_exports_its_average(tmp_path: Path) -> None:
     lines = {"kind": "stdlib-text", "length": 16, "samples": 40}
     folder = tmp_path / "run"

@@ -72,14 +72,15 @@ def seen_through(module: nn.Module) -> nn.Module:
         raise ConfigError(Problem("", "model", f"{_PROMPTS}; take a LoRA or IA3 adapter"))
     wrapper: Any = module
     model: nn.Module = wrapper.get_base_model()
-    _record(model, wrapper, {_plain(name): tensor for name, tensor in _tensors(model).items()})
+    _record(model, wrapper, {plain_name(name): tensor for name, tensor in _tensors(model).items()})
     return model
 
 
 _PROMPTS = "a learned prompt makes the model's sequences longer than the data's, which Lockstep's objectives don't know"
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Return the name of a base's tensor before the model had an adapter."""
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
@@ -170,7 +171,9 @@ def _plain_config(wrapper: Any) -> dict[str, Any]:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    """Return parameters and buffers, tied ones under each of their names, the first last."""
+    named = (*model.named_buffers(remove_duplicate=False), *model.named_parameters(remove_duplicate=False))
+    return dict(reversed(named))
 
 
 # --- values -------------------------------------------------------------------------------------------------------

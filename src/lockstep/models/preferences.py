@@ -30,6 +30,7 @@ from lockstep.models.objectives import IGNORED, TargetLoss
 from lockstep.models.outputs import logits_of
 from lockstep.models.vocab_parallel_loss import full_logits
 
+_SUMS = ("accuracy", "margin", "rewards_chosen", "rewards_rejected")
 Log = Callable[[str, Tensor, int], None]
 """Logs a mean: (name, sum, number of values)."""
 
@@ -88,7 +89,7 @@ class PairLoss:
         return _sums(self._scored(outputs, batch)[1])
 
     def metrics(self, loss_sum: float, count: float, sums: Mapping[str, float]) -> dict[str, float]:
-        return {name: total / count for name, total in {"loss": loss_sum, **sums}.items()}
+        return {"loss": loss_sum / count, **{name: sums[name] / count for name in _SUMS}}
 
     def _scored(self, outputs: object, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the scores and the rewards of the pairs, [pairs, 2] each: of the chosen answer, and the rejected."""
@@ -121,12 +122,8 @@ class PairLoss:
 
 def _sums(rewards: Tensor) -> dict[str, Tensor]:
     chosen, rejected = rewards.unbind(1)
-    return {
-        "accuracy": (chosen > rejected).sum(),
-        "margin": (chosen - rejected).sum(),
-        "rewards_chosen": chosen.sum(),
-        "rewards_rejected": rejected.sum(),
-    }
+    values = (chosen > rejected, chosen - rejected, chosen, rejected)
+    return {name: value.sum() for name, value in zip(_SUMS, values, strict=True)}
 
 
 class DistillLoss:

@@ -11,6 +11,7 @@ If names don't match a transformers model's, the library translates them (`trans
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,13 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.schema import ModelSection
-from lockstep.core.adapters import ADAPTER_FILE, adapter_of
+from lockstep.core.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Adapter, adapter_of
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.formatting import listed
 from lockstep.core.near_runs import BESIDE
 from lockstep.distributed.extra_states import set_extra_states
 from lockstep.distributed.shard_boxes import copy_from_full
+from lockstep.models.adapters import plain_name
 from lockstep.models.transformers_models import is_transformers_model, translated
 from lockstep.models.weight_files import Weights, read_weights, readable
 
@@ -36,6 +38,8 @@ PARTIAL = "set model.init_partial: true to initialize missing tensors, and tenso
 _COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
 _PARALLEL = "module."
 _SHOWN = 6
+_UNSHAPED = ("lora_alpha", "use_rslora", "use_dora", "alpha_pattern", "fan_in_fan_out", "feedforward_modules")
+"""Keys of peft that change what an adapter computes, and no shape."""
 _LEAST_BYTES = 2  # of a number that isn't quantized
 DEQUANTIZE = "dequantize it where it was made (transformers: `model.dequantize()`), and save it in bf16"
 
@@ -47,12 +51,34 @@ def match_initial_weights(model: nn.Module, section: ModelSection) -> WeightMatc
     with problems_of("init_from"):
         place = Path(section.init_from)
         weights = read_weights(place, adapters=section.adapter is not None)
+        if (adapter := adapter_of(model)) is not None:
+            _refuse_other_function(adapter, weights.place)
         match = match_weights(model, weights)
         if not match.whole and not (section.init_partial and match.pairs):
             remedy = PARTIAL if match.pairs and not section.init_partial else ""
             raise ConfigError(f"{match.mismatches()}{remedy}".rstrip(), FailureKind.OTHER_WEIGHTS)
         beside = (name for name in BESIDE if place.is_dir() and (weights.place.parent / name).is_file())
         return replace(match, unread=(*weights.skipped, *beside))
+
+
+def _refuse_other_function(adapter: Adapter, place: Path) -> None:
+    """Raise ConfigError if the tensors in a file compute something else in this model than where they are from."""
+    own = adapter.config
+    if place.name != ADAPTER_FILE:
+        if own.get("use_dora"):
+            remedy = "set model.pretrained instead, or model.adapter.use_dora: false"
+            raise ConfigError(f"init_from replaces the weights that DoRA starts from; {remedy}")
+        return
+    try:
+        saved = json.loads(place.with_name(ADAPTER_CONFIG).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{place} needs its {ADAPTER_CONFIG} beside it: {error}") from error
+    for key in _UNSHAPED:
+        then, now = (sorted(each) if isinstance(each, list) else each for each in (saved.get(key), own.get(key)))
+        if (then or None) != (now or None):
+            raise ConfigError(
+                f"{place} was trained with {key} {then}, and this model's adapter has {now}; set the same"
+            )
 
 
 @contextmanager
@@ -163,7 +189,11 @@ def match_weights(model: nn.Module, weights: Weights, *, translate: bool = True)
     slots = slots_of(model)
     if (adapter := adapter_of(model)) is not None:
         names = adapter.files if weights.place.name == ADAPTER_FILE else adapter.base
-        slots = [Slot((slot.name, names[slot.name]), slot.tensor) for slot in slots if slot.name in names]
+        slots = [
+            Slot((*slot.names, *map(plain_name, slot.names), names[slot.name]), slot.tensor)
+            for slot in slots
+            if slot.name in names
+        ]
     match = _match(slots, weights)
     if match.whole or not translate or not is_transformers_model(model):
         return match

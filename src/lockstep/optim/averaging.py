@@ -85,9 +85,10 @@ class AveragedOptimizer(Optimizer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state; without an average in it, one begins with the next update."""
         self._optimizer.load_state_dict(state)
-        self._updates = self._section.start
+        self._updates = start = self._section.start
         for name, average in zip(self._names, self._averages, strict=True):
             saved = state["parameters"].get(name, {})
-            self._updates = saved.get(AVERAGED_UPDATES, self._section.start)
+            updates = saved.get(AVERAGED_UPDATES, start)
+            self._updates = updates if AVERAGE in saved else min(updates, start)
             if AVERAGE in saved:
                 average.copy_(local_tensor(saved[AVERAGE]))

@@ -75,7 +75,7 @@ def base_of(section: Model, model: nn.Module, axis: Axis) -> Mapping[str, str | 
         adapter, or all follows from the config's architecture and seed.
     """
     adapter = adapter_of(model)
-    place = getattr(section, "pretrained", None) or section.init_from
+    place = getattr(section, "pretrained", None) or (None if _continues(section) else section.init_from)
     if adapter is None or (place is None and section.kind not in ("custom", "given")):
         return None
 
@@ -86,10 +86,15 @@ def base_of(section: Model, model: nn.Module, axis: Axis) -> Mapping[str, str | 
         digest, tensors = xxhash.xxh3_128(), model.state_dict()
         for name in sorted(adapter.frozen):
             digest.update(name.encode())
-            digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         return {"repository": None, "revision": None, "hash": digest.hexdigest()}
 
     return cast("Mapping[str, str | None]", from_first_rank(axis, find))
+
+
+def _continues(section: Model) -> bool:
+    """Return whether `init_from` is an adapter, and not a base."""
+    return section.init_from is not None and (Path(section.init_from).expanduser() / ADAPTER_FILE).is_file()
 
 
 def identity_of(place: str, axis: Axis, revision: str | None = None) -> Mapping[str, str | None]:
@@ -125,7 +130,7 @@ def merged(config: Config, adapter: Adapter, tensors: Mapping[str, Tensor], give
     if config.model.kind == "given":
         why = "--merge builds the base from the config, and this one was passed in Python; export without it, then use "
         raise ConfigError(f"{why}PeftModel.from_pretrained(model, FOLDER).merge_and_unload()")
-    if config.model.init_from is not None and (Path(config.model.init_from) / ADAPTER_FILE).is_file():
+    if _continues(config.model):
         config = config.with_values(model={"init_from": None})
     base = make_model(config, facts_of_data(config, given), given)
     with tempfile.TemporaryDirectory(prefix="lockstep-merge-") as folder, warnings.catch_warnings():
