@@ -22,10 +22,16 @@ from lockstep.config.recipes import resolve_all, resolve_recipe
 from lockstep.config.schema import Config
 
 TINY = {"bert-imdb": "tiny/bert", "llama2-wikitext": "tiny/llama2", "llama2-wikitext-zero3": "tiny/llama2"}
-TINY |= {"chat": "tiny/chat", "chat-lora": "tiny/chat", "dpo": "tiny/dpo", "llama2-lora-wikitext": "tiny/llama2"}
+TINY |= {
+    "chat": "tiny/chat",
+    "chat-lora": "tiny/chat",
+    "chat-qlora": "tiny/chat",
+    "dpo": "tiny/dpo",
+    "llama2-lora-wikitext": "tiny/llama2",
+}
 CLASSES = {"bert-imdb": "BertForSequenceClassification", "llama2-wikitext": "LlamaForCausalLM"}
 CLASSES["llama2-wikitext-zero3"] = CLASSES["chat"] = CLASSES["dpo"] = CLASSES["llama2-wikitext"]
-ADAPTERS = ("llama2-lora-wikitext", "chat-lora")
+ADAPTERS = ("llama2-lora-wikitext", "chat-lora", "chat-qlora")
 ROOT = Path(__file__).parents[2]
 KEPT = ("objective", "batch", "optim", "schedule", "precision", "parallel", "memory", "evaluation", "checkpoint")
 CPU = ["--launch.device", "cpu", "--monitor.progress", "plain", "--monitor.tensorboard", "false"]

@@ -103,8 +103,8 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, make: Cal
         (
             "xyz",
             "'xyz' is neither a recipe nor a file nor a run's folder; "
-            "the recipes are stdlib-lm, bert-imdb, chat, chat-lora, digits, distill, dpo, llama2-lora-wikitext, "
-            "llama2-wikitext, llama2-wikitext-zero3, stdlib-classify",
+            "the recipes are stdlib-lm, bert-imdb, chat, chat-lora, chat-qlora, digits, distill, dpo, "
+            "llama2-lora-wikitext, llama2-wikitext, llama2-wikitext-zero3, stdlib-classify",
         ),
         ("tiny/lama", "'tiny/lama' is neither a recipe nor a file nor a run's folder; did you mean tiny/llama2?"),
         ("recipes/digitz.yaml", "there is no file recipes/digitz.yaml; did you mean recipes/digits.yaml?"),

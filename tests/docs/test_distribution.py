@@ -67,7 +67,20 @@ def test_extras_that_messages_name_exist() -> None:
     assert isinstance(optional, dict)
     assert (
         extras
-        == {"hf", "peft", "metrics", "digits", "deepspeed", "buckets", "aws", "ray", "nvidia", "prometheus", *TRACKERS}
+        == {
+            "hf",
+            "peft",
+            "quantization",
+            "metrics",
+            "digits",
+            "deepspeed",
+            "buckets",
+            "aws",
+            "ray",
+            "nvidia",
+            "prometheus",
+            *TRACKERS,
+        }
         <= set(optional)
     )
     assert pip_install("hf") == "pip install 'lockstep-torch[hf]'"

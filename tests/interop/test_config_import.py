@@ -197,7 +197,8 @@ def test_another_tool_s_file_is_told_to_be_imported(
 @pytest.mark.parametrize(
     ("word", "answer"),
     [("sample_packing", "data.train.packed"), ("adapter", "model.adapter.kind"), ("class_weights", "CrossEntropyLoss"),
-     ("compute_metrics", "metric_sums"), ("assistant_only_loss", "data.train.messages"), ("load_in_4bit", "4 bits")],
+     ("compute_metrics", "metric_sums"), ("assistant_only_loss", "data.train.messages"),
+     ("load_in_4bit", "model.quantization.kind")],
 )  # fmt: skip
 def test_flags_of_other_trainers_have_an_answer(word: str, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "check", "digits", f"--{word}=true"]) == 2

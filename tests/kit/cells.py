@@ -128,10 +128,13 @@ def _merged(sections: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
     return made
 
 
+_NOT_SIMULATED = ("export", "nf4 base", "int8 base")  # of a checkpoint; bitsandbytes needs real weights
+
+
 def features(layout: str) -> Iterator[str]:
     """Each feature that the layout can be asked for."""
     for feature in FEATURES:
-        if feature.name != "export" and cell(LAYOUTS[layout], feature.name).standing != "none":
+        if feature.name not in _NOT_SIMULATED and cell(LAYOUTS[layout], feature.name).standing != "none":
             yield feature.name
 
 

@@ -44,6 +44,17 @@ ASKS: dict[str, dict[str, Any]] = {
         "objective": {"kind": "distill", "companion": "initial"},
         "data": {"train": config(12)["data"]["train"]},
     },
+    **{
+        f"{kind} base": {
+            "model": {
+                **config(12)["model"],
+                "width": 64,
+                "adapter": {"kind": "lora", "rank": 4},
+                "quantization": {"kind": kind},
+            }
+        }
+        for kind in ("nf4", "int8")
+    },
     "loss parallel": {"loss": True},
     "offload": {"offload": True},
 }
@@ -53,10 +64,12 @@ TOLERANCE = {
     "bf16": 2e-3,
     "bf16 parameters": 2e-3,
     "fp16": 2e-4,
+    "int8 base": 1e-4,
     "muon": 1e-4,
     "adamw-8bit": 1e-3,
 }  # of the loss, where products round
-ALONE = {*TOLERANCE, "optimizer in backward", "companion"}  # they don't go with accumulation, or with a chunked loss
+# they don't go with accumulation or a chunked loss, or make another model of it
+ALONE = {*TOLERANCE, "optimizer in backward", "companion", "nf4 base"}
 OPTIMIZERS = 1e-5  # of the loss: most divide a gradient by its size, noise too
 
 

@@ -111,11 +111,20 @@ class IA3Adapter(AdapterSection):
     """Targets with a scaled input instead of a scaled output; null: peft's choice."""
 
 
+class Quantization(Section):
+    """How bitsandbytes stores the linear layers of an adapter's frozen base."""
+
+    kind: Literal["nf4", "int8"]
+    """nf4: QLoRA's 4 bits, with quantized constants (arXiv:2305.14314); int8: LLM.int8() (arXiv:2208.07339)."""
+
+
 class ModelSection(Section):
     """The keys of every kind of model."""
 
     adapter: Annotated[LoraAdapter | IA3Adapter, Field(discriminator="kind")] | None = None
     """Train an adapter of the peft library instead of the model, which is frozen. Checkpoints hold the adapter."""
+    quantization: Quantization | None = None
+    """Quantize the linear layers in the blocks of an adapter's base; the head and the embedding stay as they are."""
     freeze: tuple[str, ...] = ()
     """Patterns (`embedding.*`) of parameters to freeze: no gradient, no optimizer state."""
     compile: bool = False
@@ -131,6 +140,11 @@ class ModelSection(Section):
     def _contradictions(self) -> Iterator[str]:
         if self.init_partial and self.init_from is None and getattr(self, "pretrained", None) is None:
             yield "init_partial needs init_from: the weights that may be incomplete"
+        if self.quantization is not None and self.adapter is None:
+            yield "quantization needs an adapter: quantized weights can't be trained; add adapter: {kind: lora}"
+        lora = self.adapter if isinstance(self.adapter, LoraAdapter) and self.quantization is not None else None
+        if lora is not None and (lora.use_dora or lora.bias != "none"):
+            yield "quantization takes adapters that don't read weights or train biases; use_dora: false, bias: none"
 
 
 class TransformerModel(ModelSection):
@@ -550,6 +564,8 @@ class Config(Section):
         return self.model_copy(update=changed)
 
     def _contradictions(self) -> Iterator[str]:
+        if self.model.quantization is not None and self.objective.second_model is not None:
+            yield "model.quantization: a companion isn't quantized, so it isn't the same model; leave one of them out"
         if (why := refusal_in_backward(self)) is not None:
             yield why
         if self.optim.name == "schedule-free":  # its average replaces the decay

@@ -112,6 +112,7 @@ class ParameterFacts:
     element_bytes: int
     trainable: bool
     dtype: str = "float32"
+    quantized: float = 0.0  # bytes of an element once training starts
 
     @property
     def elements(self) -> int:
@@ -119,7 +120,7 @@ class ParameterFacts:
 
     @property
     def bytes(self) -> int:
-        return self.elements * self.element_bytes
+        return math.ceil(self.elements * (self.quantized or self.element_bytes))
 
 
 @dataclass(frozen=True, slots=True)

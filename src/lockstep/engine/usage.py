@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lockstep.core.adapters import quantized_of
 from lockstep.engine.chain_check import first_argument
 from lockstep.engine.dry_run import Failed, failed, is_by_position, unchanged
 from lockstep.engine.eager import call
@@ -137,12 +138,14 @@ def _untracked(value: Any) -> Any:
 
 
 def _stand_ins(model: nn.Module, tracker: _UseTracker) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    quantized = quantized_of(model)  # their layers would keep the stand-ins
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 yield module, key, torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
         for key, tensor in module._parameters.items():
-            if tensor is not None:
+            name = f"{prefix}.{key}".lstrip(".")
+            if tensor is not None and name not in quantized:
                 tracked: Any = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape).as_subclass(_TrackedZeros)
-                tracked.use = partial(tracker.use, f"{prefix}.{key}".lstrip("."))
+                tracked.use = partial(tracker.use, name)
                 yield module, key, tracked

@@ -14,10 +14,12 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.config.schema import HuggingFaceModel, LoraAdapter, Model
@@ -53,10 +55,12 @@ def with_adapter(module: nn.Module, section: Model, seed: int) -> nn.Module:
 
 
 def meta_with_adapter(meta: MetaModel | None, section: Model, seed: int) -> MetaModel | None:
-    """Return the same of a model without values; None if all must be made at once: DoRA starts from the weights."""
+    """Return the same of a model without values; None if all must be made at once, as for DoRA and quantization."""
     adapter = section.adapter
     if adapter is None or meta is None:
         return meta
+    if section.quantization is not None:
+        return None
     if adapter.kind == "lora" and adapter.use_dora:
         return None
     _inject(meta.model, section)
@@ -89,7 +93,7 @@ def plain_name(name: str) -> str:
 
 def _inject(model: nn.Module, section: Model) -> None:
     peft = _peft()
-    config, before = _config(peft, model, section), _tensors(model)
+    config, before, linear = _config(peft, model, section), _tensors(model), _linear_layers(model)
     on_meta = any(tensor.is_meta for tensor in before.values())
     try:
         with warnings.catch_warnings():
@@ -101,6 +105,101 @@ def _inject(model: nn.Module, section: Model) -> None:
     config.base_model_name_or_path = section.pretrained if isinstance(section, HuggingFaceModel) else None
     config.revision = commit_of(getattr(section, "revision", None))
     _record(model, wrapper, before)
+    if section.quantization is not None:
+        _mark_quantized(model, section.quantization.kind, linear)
+
+
+def _mark_quantized(model: nn.Module, kind: str, linear: Container[str]) -> None:
+    """Note the frozen weights that `quantize` will quantize; those of `linear`, by their names before."""
+    adapter: Any = adapter_of(model)
+    quantized = {
+        name: _NF4_BYTES if kind == "nf4" else 1 + torch.float32.itemsize / module.in_features
+        for path, module in model.named_modules()
+        if type(module) is nn.Linear
+        and (name := f"{path}.weight") in adapter.frozen
+        and adapter.base.get(name, name).removesuffix(".weight") in linear
+    }
+    if not quantized:
+        why = f"{kind}, but {type(model).__name__} has no torch.nn.Linear in its blocks; leave it out"
+        raise ConfigError(Problem("", "model.quantization.kind", why))
+    set_adapter(model, replace(adapter, quantized=quantized))
+
+
+_BLOCK = 64
+_NF4_BYTES = 1 / 2 + 1 / _BLOCK + 4 / (_BLOCK * 256)
+"""4 bits, a constant of 8 bits for 64 weights, and one of fp32 for 256 of these: 0.516."""
+
+
+def quantize(model: nn.Module, kind: str, compute: torch.dtype, device: torch.device) -> nn.Module:
+    """Quantize the weights that the model's adapter notes, in place, on a device; other tensors stay where they are.
+
+    Args:
+        compute: Of the forward; nf4 is also stored in it, as FSDP gathers it beside other frozen weights uncast.
+    """
+    bnb, adapter, before = _bitsandbytes(), cast("Adapter", adapter_of(model)), set(model.state_dict(keep_vars=True))
+    for name in adapter.quantized:
+        path = name.removesuffix(".weight")
+        old: Any = model.get_submodule(path)
+        shape = (old.in_features, old.out_features, False)
+        if not old.weight.is_meta and not old.weight.isfinite().all():
+            raise ConfigError(Problem("", "model", f"{name} has a NaN or an infinity, and can't be quantized"))
+        if kind == "nf4":
+            if device.type == "cpu" and old.in_features % _BLOCK:
+                why = (
+                    f"nf4, but bitsandbytes 0.50 dequantizes {name} wrongly on a CPU: its {old.in_features} inputs are "
+                )
+                why += f"no multiple of {_BLOCK}; take int8, or a GPU"
+                raise ConfigError(Problem("", "model.quantization.kind", why))
+            new = bnb.nn.Linear4bit(*shape, compute, quant_type="nf4", quant_storage=compute, device="meta")
+            weight = bnb.nn.Params4bit(old.weight.data, quant_type="nf4", quant_storage=compute, module=new)
+            new.forward = partial(_multiplied, new)
+        else:
+            new = bnb.nn.Linear8bitLt(*shape, has_fp16_weights=False, threshold=_OUTLIERS, device="meta")
+            weight = bnb.nn.Int8Params(old.weight.data, requires_grad=False)
+        new.weight, new.bias = weight.to(device), old.bias
+        if old.bias is not None:
+            old.bias.data = old.bias.data.to(compute)  # as the layer's forward would
+        model.set_submodule(path, new.train(old.training))
+    set_adapter(model, replace(adapter, frozen=adapter.frozen | (set(model.state_dict(keep_vars=True)) - before)))
+    return model
+
+
+def _multiplied(layer: Any, inputs: Tensor) -> Tensor:
+    """Compute Linear4bit's forward, without its changes to the layer (0.50).
+
+    It replaces a weight that FSDP gathers, and in an evaluation on a CPU takes a layout without a backward.
+    """
+    lowered, state = inputs.to(layer.compute_dtype), layer.quant_state
+    outputs: Tensor = _bitsandbytes().matmul_4bit(lowered, layer.weight, bias=layer.bias, quant_state=state)
+    return outputs.to(inputs.dtype)
+
+
+@torch.no_grad()
+def round_weights(model: nn.Module, kind: str, dtype: torch.dtype) -> None:
+    """Give a base that was quantized from weights of a dtype the values that its adapter was trained beside."""
+    functional = _bitsandbytes().functional
+    for name in _linear_layers(model):
+        weight = model.get_parameter(f"{name}.weight")
+        if kind == "nf4":
+            packed = functional.quantize_4bit(weight.to(dtype), quant_type="nf4", compress_statistics=True)
+            rounded = functional.dequantize_4bit(*packed)
+        else:
+            rounded = functional.int8_vectorwise_dequant(*functional.int8_vectorwise_quant(weight.to(dtype).half())[:2])
+        weight.copy_(rounded)
+
+
+_OUTLIERS = 6.0
+"""Inputs beyond it are multiplied in 16 bits (transformers: llm_int8_threshold)."""
+
+
+def _bitsandbytes() -> Any:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it tells what it lacks
+    try:
+        import bitsandbytes
+    except ModuleNotFoundError as error:
+        why = f"needs the extra `quantization`: {pip_install('quantization')}"
+        raise ConfigError(Problem("", "model.quantization", why)) from error
+    return bitsandbytes
 
 
 def _peft() -> Any:

@@ -21,6 +21,7 @@ from lockstep.config.schema import (
     TextClassifierModel,
     TransformerModel,
 )
+from lockstep.core.adapters import quantized_of
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.extensions import construct
 from lockstep.core.modes import in_training
@@ -143,8 +144,11 @@ def _size(key: str, what: str, configured: int | None, in_data: int | None) -> i
 
 def parameter_facts(module: nn.Module) -> list[ParameterFacts]:
     """Return the facts of every parameter once; of a tied one under its first name."""
+    stored = quantized_of(module)
     return [
-        ParameterFacts(name, tuple(each.shape), each.element_size(), each.requires_grad, dtype_name(each.dtype))
+        ParameterFacts(
+            name, (*each.shape,), each.element_size(), each.requires_grad, dtype_name(each.dtype), stored.get(name, 0.0)
+        )
         for name, each in module.named_parameters()
     ]
 

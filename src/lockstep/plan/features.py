@@ -66,6 +66,13 @@ def _checkpointing(name: str, mode: str) -> Feature:
     return Feature(name, key, lambda run: run.config.memory.activation_checkpointing.mode == mode)
 
 
+def _quantization(kind: str) -> Feature:
+    def requested(run: FeatureRequest) -> bool:
+        return run.config.model.quantization is not None and run.config.model.quantization.kind == kind
+
+    return Feature(f"{kind} base", "model.quantization.kind", requested)
+
+
 _WHOLE_MATRICES = refused("it updates whole matrices, and a rank holds a shard; take adamw, or parallel.strategy: fsdp")
 _REDUCED_FIRST = refused(
     "gradients are reduced, sharded or gathered before they are applied; take single, or write false"
@@ -102,6 +109,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("averaged weights", "optim.ema", lambda run: run.config.optim.ema is not None),
     Feature("adapters", "model.adapter", lambda run: run.config.model.adapter is not None),
     Feature("companion", "objective.companion", lambda run: run.config.objective.second_model is not None),
+    _quantization("nf4"),
+    _quantization("int8"),
     Feature(
         "loss parallel",
         "parallel.tensor_parallel.loss_parallel",

@@ -169,7 +169,9 @@ def volume_of(
     facts, trained = OPTIMIZERS[config.optim.name], [parameter for parameter in parameters if parameter.trainable]
     everything, reduced = strategy.memory.element_bytes(strategy.options_of(config.parallel))
     gathered = {
-        each.name: each.elements * (everything or (narrow if each.name in lowered else each.element_bytes))
+        each.name: each.bytes
+        if each.quantized
+        else each.elements * (everything or (narrow if each.name in lowered else each.element_bytes))
         for each in parameters
     }
     return Volume(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from lockstep.core.adapters import adapter_of
+from lockstep.core.adapters import adapter_of, quantized_of
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.records import TrainingState
 from lockstep.distributed.extra_states import set_extra_states
@@ -170,7 +170,8 @@ class ModelState:
     @torch.no_grad()
     def weights_not_finite(self) -> str | None:
         """Return the name of a parameter of this rank with a NaN or an infinity; None: there is none."""
-        names = {name for name, _ in self.model.named_parameters()}
+        packed = quantized_of(self.model)  # bits, no numbers
+        names = {name for name, _ in self.model.named_parameters() if name not in packed}
         held = {name: tensor for name, tensor in self._tensors()[0].items() if name in names}
         return _first_not_finite(held, names)
 

@@ -159,6 +159,11 @@ class Estimator:
 
     def exactly(self, config: Config, updates: int, traces: list[StepTrace] | None = None) -> Peak:
         """Return the peak of the rank that needs most over N updates; raises as `peak` does."""
+        self.planned(config)
+        if config.model.quantization is not None:
+            raise Unpredictable(
+                "not simulated: bitsandbytes needs real weights; the bytes of each part are counted above"
+            )
         try:
             return max(self._peaks(config, updates, traces), key=lambda peak: peak.bytes)
         except (ConfigError, Unpredictable):

@@ -88,6 +88,9 @@ STRATEGY = Strategy(
     cells={
         "offload": CPU,
         **dict.fromkeys(PACKAGED, refused("DeepSpeed passes it flat parts of parameters; take adamw, or ddp")),
+        **dict.fromkeys(
+            ("nf4 base", "int8 base"), refused("DeepSpeed's engine casts and divides packed bits; take fsdp")
+        ),
         "compile": refused("DeepSpeed's hooks in the forward are not tested compiled; write false, or take ddp"),
     },
     needs_optimizer=True,

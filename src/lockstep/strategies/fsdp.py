@@ -152,6 +152,7 @@ STRATEGY = Strategy(
     cells={
         "bf16 parameters": CPU,
         "adamw-8bit": refused("its moments are quantized in blocks of whole parameters; take adamw, or ddp"),
+        "int8 base": refused("bitsandbytes keeps whole matrices of 8 bits beside the shards; take nf4, or ddp"),
         WHOLE_MATRICES: CPU,  # gathered one at a time, or summed over the shards
         "offload": Cell(
             "untested",

@@ -56,10 +56,11 @@ _CONTEXT = {
 }
 _CHECKPOINTING = ("activation checkpointing", "selective checkpointing")
 _WEIGHTS_APART = {**_PIPELINE, **dict.fromkeys(_CHECKPOINTING, _TWICE)}
+_OF_PEFT = refused("peft's layers keep their matrices whole; take fsdp, or leave parallel.tensor out")
 _TENSOR = {
     **dict.fromkeys(PACKAGED, refused("it works on whole parameters; take adamw, or leave parallel.tensor out")),
     **_WHOLE_MODEL,
-    "adapters": refused("peft's layers keep their matrices whole; take fsdp, or leave parallel.tensor out"),
+    **dict.fromkeys(("adapters", "nf4 base", "int8 base"), _OF_PEFT),
     "compile": refused(
         "torch's compiler (2.13) fails on sharded matrices where shapes change, as texts of different lengths do; "
         "write false"

@@ -16,6 +16,7 @@ from lockstep.core.adapters import ADAPTER_FILE, Adapter, adapter_of
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.hub import snapshot
 from lockstep.distributed.collectives import from_first_rank
+from lockstep.models.adapters import quantize, round_weights
 from lockstep.models.model_tensors import model_tensors
 from lockstep.optim.precision import resolve_compute
 from lockstep.strategies.registry import AUTO, find_strategy
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
     from lockstep.training.user_objects import UserObjects
 
+PLAIN = {"adapter": None, "quantization": None}
+"""The keys of a model without its adapter."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -49,6 +52,14 @@ def lower_frozen(model: nn.Module, config: Config, device: torch.device | None =
         if wanted is not None and parameter.dtype in (torch.float32, torch.bfloat16, torch.float16):
             parameter.data = parameter.data.to(wanted)
     return model
+
+
+def quantize_base(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """Return the model with the weights of `model.quantization` quantized, in place; the base has its values."""
+    if config.model.quantization is None:
+        return model
+    compute = resolve_compute(config.precision.compute, device) or torch.float32
+    return quantize(model, config.model.quantization.kind, compute, device)
 
 
 def _dtype(config: Config, device: torch.device | None) -> torch.dtype | None:
@@ -122,7 +133,7 @@ def merged(config: Config, adapter: Adapter, tensors: Mapping[str, Tensor], give
     """Return the tensors of the base with the adapter added, and the names of tied ones.
 
     Args:
-        config: The run's, without the adapter.
+        config: The run's.
         tensors: The adapter's, by their names in the model.
     """
     import peft
@@ -130,9 +141,13 @@ def merged(config: Config, adapter: Adapter, tensors: Mapping[str, Tensor], give
     if config.model.kind == "given":
         why = "--merge builds the base from the config, and this one was passed in Python; export without it, then use "
         raise ConfigError(f"{why}PeftModel.from_pretrained(model, FOLDER).merge_and_unload()")
+    quantization, dtype = config.model.quantization, _dtype(config, None) or torch.float32
+    config = config.with_values(model=PLAIN)
     if _continues(config.model):
         config = config.with_values(model={"init_from": None})
     base = make_model(config, facts_of_data(config, given), given)
+    if quantization is not None:
+        round_weights(base, quantization.kind, dtype)
     with tempfile.TemporaryDirectory(prefix="lockstep-merge-") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of its libraries about each other
         save_adapter(adapter, tensors, Path(folder))

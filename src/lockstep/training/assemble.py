@@ -40,7 +40,7 @@ from lockstep.plan.choosing import choose_strategy
 from lockstep.plan.plan import make_plan
 from lockstep.plan.schedule import learning_rate
 from lockstep.sharding import ModelState
-from lockstep.training.adapters import base_of, lower_frozen
+from lockstep.training.adapters import base_of, lower_frozen, quantize_base
 from lockstep.training.answers import Answers
 from lockstep.training.checkpoints import checkpoints_in
 from lockstep.training.companion import companion_facts, companion_identity, placed, whole_companion
@@ -218,6 +218,7 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
     checked = plan.mesh.tensor * plan.mesh.context > 1  # by forwards, before the first update
     is_saved_whole = tensors.adapter is None  # a base isn't in checkpoints
     deferred = meta is not None and purpose is not Purpose.TRAIN and not checked and is_saved_whole
+    quantize_base(model, config, world.device)
     whole = WholeModel(model, list(tensors.shapes), meta, pretrained, tensor_plan, sample, deferred)
     world.axis.barrier()  # another rank may have downloaded or read weights
     identity = companion_identity(config, world.axis)

@@ -43,7 +43,7 @@ from lockstep.models.weight_files import Weights
 from lockstep.models.weight_matching import match_weights
 from lockstep.optim.groups import parameter_groups
 from lockstep.plan.schedule import fraction_done, horizon, learning_rate
-from lockstep.training.adapters import adapter_in, merged
+from lockstep.training.adapters import PLAIN, adapter_in, merged
 from lockstep.training.checkpoints import TRANSFORMS
 from lockstep.training.ledger import segments_in
 from lockstep.training.locations import CheckpointLocation, choose, find
@@ -300,8 +300,8 @@ def export(run: Path, arguments: ExportArguments) -> Exported:
     if arguments.merge:
         if adapter is None:
             raise ConfigError(f"--merge: {model.name} has no adapter; leave it out")
-        config = config.with_values(model={"adapter": None})
         model = replace(model, **merged(config, adapter, model.tensors, given))
+        config = config.with_values(model=PLAIN)
     elif adapter is not None and (form == "hf" or (arguments.format == "auto" and not _names_a_file(arguments.to))):
         form = "peft"  # also of a PeftModel that was passed in Python
     target = _target(run if location.run == run.absolute() else location.run, form, model.name, arguments.to)
