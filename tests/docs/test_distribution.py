@@ -70,6 +70,7 @@ def test_extras_that_messages_name_exist() -> None:
         == {
             "hf",
             "peft",
+            "optimizers",
             "quantization",
             "metrics",
             "digits",
