@@ -35,6 +35,7 @@ ASKED_BY = {
     "offload": "parallel.fsdp.cpu_offload: true or parallel.deepspeed.offload_optimizer: cpu",
     "averaged weights": "optim.ema: {decay: 0.5}",
     "adapters": "model.adapter.kind: lora",
+    "companion": "objective.kind: distill and objective.companion: initial",
     "packed data": "data.train.kind: tokens and data.train.documents: whole",
     "experts": "model.architecture: {model_type: mixtral}",
     "deterministic": "run.determinism: deterministic",

@@ -82,7 +82,7 @@ def test_dir_lists_what_is_imported_when_it_is_used() -> None:
     [
         (["trian"], "lockstep: there is no verb 'trian'; did you mean train?\n"),
         (["config", "chek"], "lockstep: config has no command 'chek'; did you mean check?\n"),
-        (["data", "get"], "lockstep: data has no command 'get'; there are fetch, prepare\n"),
+        (["data", "get"], "lockstep: data has no command 'get'; there are fetch, prepare, show\n"),
         (
             ["train", "digts"],
             "lockstep: 'digts' is neither a recipe nor a file nor a run's folder; did you mean digits?\n",

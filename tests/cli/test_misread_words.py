@@ -25,7 +25,7 @@ MESSAGES: dict[str, tuple[str, str]] = {
     "a tracker": ("train --wandb", f"--wandb: {TRACKERS}"),
     "a tracker's project": ("train --wandb-project x", f"--wandb-project: {TRACKERS}"),
     "a tracker as a key": ("train monitor.wandb=true", f"--monitor.wandb: {TRACKERS}"),
-    "an average": ("train --ema 0.99", "--ema: averaging of weights is not supported yet"),
+    "an average": ("train --ema 0.99", "--ema: write optim.ema: {decay: 0.999}"),
     "a launcher": (
         "launch train.py",
         "'train.py' is no place to launch at, which are aws, docker, kubernetes, ray, slurm, ssh, or module:Name; "

@@ -81,7 +81,8 @@ WRONG: dict[str, tuple[str, list[str], str]] = {
     "misspelled keys and values": (
         GOOD + "optim:\n  namee: adam\n  name: adamv\n  momentun: 0.9\nbach: {global_size: 3}\n",
         [],
-        "/run.yaml:6:9: optim.name: 'adamv' is not one of adamw, adam, sgd, muon, adafactor, lion, custom, given; did "
+        "/run.yaml:6:9: optim.name: 'adamv' is not one of adamw, adam, sgd, muon, adafactor, lion, adamw-8bit, "
+        "schedule-free, custom, given; did "
         "you mean adam?\n"
         "/run.yaml:5:3: optim.namee: unknown key; did you mean name?\n"
         "/run.yaml:7:3: optim.momentun: unknown key; did you mean momentum?\n"

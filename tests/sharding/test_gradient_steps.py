@@ -43,7 +43,7 @@ def squared_norm(tensors: Any) -> Tensor:
 
 def ddp_context(model: nn.Module, options: DDP, world: World, micro_batches: int) -> Any:
     """Return what `DDPStep` reads of a `ShardingContext`."""
-    config = SimpleNamespace(parallel=SimpleNamespace(ddp=options))
+    config = SimpleNamespace(parallel=SimpleNamespace(ddp=options), precision=SimpleNamespace(parameters="fp32"))
     plan = SimpleNamespace(batch=SimpleNamespace(accumulation=micro_batches))
     facts = {"config": config, "plan": plan, "squared_norm": squared_norm, "has_values": True}
     return SimpleNamespace(model=model, world=world, **facts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from functools import cache, partialmethod
 from typing import Any
 
@@ -75,7 +76,7 @@ OPTIMIZERS = 1e-5  # of the loss: most divide a gradient by its size, noise too
 
 def asked(variant: str, feature: str, ranks: int) -> dict[str, Any]:
     """`feature`: by name; or an empty one, for nothing but the strategy."""
-    sections: dict[str, Any] = {**SGD, **ASKS.get(feature, {})}
+    sections: dict[str, Any] = deepcopy({**SGD, **ASKS.get(feature, {})})
     if feature and feature not in ASKS:
         sections = {"optim": {"name": feature, "lr": 1e-3}}
     parallel = asking_for(variant, ranks)

@@ -93,6 +93,8 @@ _RULES: Mapping[Callable[[Keys, object], str | None], str] = {
     "parallel.deepspeed.config.* parallel.tensor_parallel.plan.*",
     _nothing: "description evaluation.prompt evaluation.metrics.kind evaluation.metrics.name "
     "evaluation.generate.metrics.kind evaluation.generate.metrics.name "
+    "model.adapter.targets model.adapter.modules_to_save model.adapter.feedforward_modules "
+    "model.adapter.exclude_modules "
     "model.freeze model.inputs.* data.train.text data.train.text_pair "
     "data.train.label data.train.rejected data.train.messages data.train.tools data.train.system "
     "data.train.system_column "

@@ -146,7 +146,9 @@ def _loss(session: Session, batch: Batch, *, seed: int) -> float:
     components = components_of(session)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return float(components.engine.evaluate([batch])["loss_sum"])
+        if components.config.objective.second_model is not None:  # its outputs belong to the batch
+            return float(components.engine.evaluate([batch])["loss_sum"])
+        return float(components.objective.loss_sum(components.engine.outputs(batch.inputs), batch))
 
 
 def _differ(first: float, second: float, tolerance: float) -> bool:

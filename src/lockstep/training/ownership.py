@@ -277,11 +277,12 @@ def _of_training(config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(section := kept.get(name), Mapping):
             kept[name] = {key: value for key, value in section.items() if key not in keys}
     # the commit that a run has begun with is no setting
-    model, data = dict(kept.get("model") or {}), dict(kept.get("data") or {})
-    train = dict(data.get("train") or {})
-    for section in (model, train):
-        section["revision"] = requested(section.get("revision"))
-    return {**kept, "model": model, "data": {**data, "train": train}}
+    data = kept.get("data")
+    if isinstance(model := kept.get("model"), Mapping):
+        kept["model"] = {**model, "revision": requested(model.get("revision"))}
+    if isinstance(data, Mapping) and isinstance(train := data.get("train"), Mapping):
+        kept["data"] = {**data, "train": {**train, "revision": requested(train.get("revision"))}}
+    return kept
 
 
 def refuse_other_run(session: Session, storage: Storage, home: Path | None, resume: Resume) -> None:
