@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.config.loading import validate
+from lockstep.core.errors import ConfigError
 from lockstep.core.records import Batch, DataFacts, ParameterFacts
 from lockstep.engine.companion import Companion
 from lockstep.plan.plan import make_plan
@@ -222,6 +224,22 @@ class Imitation:
         return F.mse_loss(outputs, batch.companion, reduction="sum") + F.cross_entropy(
             outputs, batch.targets, reduction="sum"
         )
+
+
+def test_a_module_that_its_run_has_trained_is_no_companion_of_it(tmp_path: Path) -> None:
+    target = {"kind": "custom", "target": f"{__name__}:Imitation", "companion": "initial"}
+    asked = {name: section for name, section in small.config().items() if name != "model"} | {"objective": target}
+    module = small.Net()
+    fresh = copy.deepcopy(module)
+
+    def train(model: torch.nn.Module, steps: int) -> None:
+        run = {"steps": steps, "folder": str(tmp_path / "run")}
+        lockstep.train({**asked, "run": run, "launch": {"device": "cpu"}}, model=model)
+
+    train(module, 2)
+    with pytest.raises(ConfigError, match="companion"):
+        train(module, 4)
+    train(fresh, 4)
 
 
 class OneNumber(Imitation):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -93,9 +93,15 @@ def base_of(section: Model, model: nn.Module, axis: Axis) -> Mapping[str, str | 
     if place is not None:
         return identity_of(place, axis, getattr(section, "revision", None))
 
+    return identity_of_values(model, adapter.frozen, axis)
+
+
+def identity_of_values(model: nn.Module, names: Iterable[str], axis: Axis) -> Mapping[str, str | None]:
+    """Return the hash of a module's values, as `identity_of` does for files. All ranks together."""
+
     def find() -> dict[str, str | None]:
         digest, tensors = xxhash.xxh3_128(), model.state_dict()
-        for name in sorted(adapter.frozen):
+        for name in sorted(names):
             digest.update(name.encode())
             digest.update(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         return {"repository": None, "revision": None, "hash": digest.hexdigest()}

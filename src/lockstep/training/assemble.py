@@ -221,7 +221,7 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
     quantize_base(model, config, world.device)
     whole = WholeModel(model, list(tensors.shapes), meta, pretrained, tensor_plan, sample, deferred)
     world.axis.barrier()  # another rank may have downloaded or read weights
-    identity = companion_identity(config, world.axis)
+    identity = companion_identity(config, companion, world.axis)
     parts = (objective, computed, companion, identity, tensors, base, coupled, flops, masks)
     return _Prepared(whole, plan, source, evaluation, *parts)
 

@@ -21,7 +21,7 @@ from lockstep.models.model_tensors import model_tensors
 from lockstep.models.weight_matching import match_initial_weights
 from lockstep.optim.absent import NoOptimizer
 from lockstep.strategies.registry import REFERENCE, find_strategy
-from lockstep.training.adapters import identity_of, lower_frozen
+from lockstep.training.adapters import identity_of, identity_of_values, lower_frozen
 from lockstep.training.parallelize import WholeModel, parallelize, tensor_plan_of
 
 if TYPE_CHECKING:
@@ -118,8 +118,10 @@ def placed(whole: WholeModel | None, config: Config, plan: Plan, world: World) -
     return parallelize(whole, alone, replace(plan, strategy=name), world, NoOptimizer()).sharding.state.model
 
 
-def companion_identity(config: Config, axis: Axis) -> Mapping[str, str | None] | None:
+def companion_identity(config: Config, whole: WholeModel | None, axis: Axis) -> Mapping[str, str | None] | None:
     """Return what the companion is, for checkpoints; None: there is none, or it follows from the config."""
     section = _section(config)
+    if whole is not None and section is not None and section.kind == "given":  # training changes it in place
+        return identity_of_values(whole.module, whole.module.state_dict(), axis)
     place = None if section is None else getattr(section, "pretrained", None) or section.init_from
     return None if place is None else identity_of(place, axis, getattr(section, "revision", None))
