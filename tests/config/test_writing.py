@@ -82,7 +82,8 @@ def _sections(section: type[BaseModel]) -> st.SearchStrategy[dict[str, Any]]:
 
 _COUPLED = {
     (schema.TransformerModel, "width"), (schema.TransformerModel, "heads"), (schema.TransformerModel, "kv_heads"),
-    *((kind, "init_partial") for kind in schema.ModelSection.__subclasses__()),
+    *((kind, key) for kind in schema.ModelSection.__subclasses__() for key in ("init_partial", "quantization")),
+    (schema.Precision, "parameters"),
     (schema.HuggingFaceModel, "architecture"),
     *((schema.ObjectiveConfig, key) for key in schema.ObjectiveConfig.model_fields if key != "label_smoothing"),
     (schema.Optim, "nesterov"), (schema.Schedule, "warmup_ratio"), (schema.Schedule, "decay_ratio"),
