@@ -112,7 +112,7 @@ class IA3Adapter(AdapterSection):
 
 
 class Quantization(Section):
-    """How bitsandbytes stores the linear layers of an adapter's frozen base."""
+    """The format in which bitsandbytes stores the linear layers of an adapter's frozen base."""
 
     kind: Literal["nf4", "int8"]
     """nf4: QLoRA's 4 bits, with quantized constants (arXiv:2305.14314); int8: LLM.int8() (arXiv:2208.07339)."""

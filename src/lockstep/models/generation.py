@@ -20,7 +20,7 @@ from lockstep.models.vocab_parallel_loss import full_logits
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn.
+    """The way tokens are drawn.
 
     Attributes:
         temperature: Of the softmax; 0 always selects the most likely token.
