@@ -193,7 +193,8 @@ def test_an_inserted_local_rank(own: Path) -> None:
         assert output_of(run_lockstep(*words, cwd=own, **place))["ranks"] == 1
     done = run_lockstep("--local-rank=1", "train", "own.json", cwd=own, **place)
     assert done.returncode == 2
-    assert "--local-rank=1" in done.stderr and "LOCAL_RANK" in done.stderr
+    assert "--local-rank=1" in done.stderr
+    assert "LOCAL_RANK" in done.stderr
 
 
 def test_sigterm_stops_all_ranks(own: Path) -> None:

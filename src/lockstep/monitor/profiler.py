@@ -87,6 +87,11 @@ class Profiler:
             self._watch.start()
         self.updated(steps)
 
+    @property
+    def is_active(self) -> bool:
+        """True while a trace is recorded, or planned."""
+        return self._recording is not None or bool(self._planned)
+
     def requests(self) -> tuple[Request, ...]:
         requested, self._requested = self._requested, False
         return (Request.PROFILE,) if requested else ()
@@ -102,7 +107,7 @@ class Profiler:
 
     def updated(self, steps: int) -> None:
         """Start, step or end the profiler, after `steps` updates of the run."""
-        if self._recording is None and not self._planned:
+        if not self.is_active:
             return
         with self._world.clock.phase(Phase.EVALUATION):  # the profiler's own time is no update's
             self._advance(steps)

@@ -111,6 +111,19 @@ def is_due(every: Every, before: Progress, after: Progress, epoch_samples: int) 
     return after.samples * scale // interval > before.samples * scale // interval
 
 
+def updates_until(every: Every, now: Progress, epoch_samples: int, most: int) -> float:
+    """Return how many further updates, of at most `most` samples, it takes at least to a multiple of the interval."""
+    match every.unit:
+        case "minutes":
+            return math.inf
+        case "steps":
+            return int(every.number) - now.steps % int(every.number)
+        case "tokens":
+            return 1
+    interval, scale = (int(every.number), 1) if every.unit == "samples" else _epochs(every.number, epoch_samples)
+    return max(1, (interval - now.samples * scale % interval) // (scale * most))
+
+
 @lru_cache(maxsize=64)
 def _epochs(number: float, epoch_samples: int) -> tuple[int, int]:
     """Return `number` epochs as samples over a scale: 0.3 epochs of 7 samples are 21 / 10."""

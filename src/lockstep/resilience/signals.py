@@ -30,6 +30,9 @@ class RunSignals:
         shown: whether to print that a signal was received; an update may take a while.
         ends: whether the last update is done and saved, so that the run is about to end anyway.
         twice_stops: whether a second stop signal raises `Stopped` wherever the main thread is.
+
+    Attributes:
+        raised: whether there may be a request.
     """
 
     def __init__(self, *, shown: bool, ends: bool, twice_stops: bool) -> None:
@@ -40,9 +43,11 @@ class RunSignals:
         self._warned = False
         self._save_requested_at: float | None = None
         self._requests_save = False
+        self.raised = False
 
     def requests(self) -> tuple[Request, ...]:
         """Return this rank's requests for the next vote. Each signal requests a save once."""
+        self.raised = self._stop_requested_at is not None
         save, self._requests_save = self._requests_save, False
         requests = (Request.SAVE,) if save else ()
         return requests if self._stop_requested_at is None else (*requests, Request.PAUSE)
@@ -55,7 +60,7 @@ class RunSignals:
         """Handle a stop signal."""
         now = time.monotonic()
         if self._stop_requested_at is None:
-            self._stop_requested_at, self._warned = now, number == signal.SIGUSR1
+            self._stop_requested_at, self._warned, self.raised = now, number == signal.SIGUSR1, True
             when = "is about to end anyway" if self._ends else "stops after this update, and saves"
             self._print(f"{when}; the same signal again stops at once")
         elif self._warned and number != signal.SIGUSR1:
@@ -68,7 +73,7 @@ class RunSignals:
         now = time.monotonic()
         if self._save_requested_at is not None and now - self._save_requested_at <= _SAME_SIGNAL_S:
             return
-        self._save_requested_at, self._requests_save = now, True
+        self._save_requested_at, self._requests_save, self.raised = now, True, True
         self._print("is about to end, and saves then" if self._ends else "saves after this update, and continues")
 
     def _print(self, text: str) -> None:

@@ -78,7 +78,7 @@ class MemorySnapshots:
     ) -> None:
         components = components_of(session)
         self._session, self._world, self._describe, self._run = session, components.world, describe, run
-        self._every = components.config.recovery.snapshot_every
+        self.every = components.config.recovery.snapshot_every
         self._on_hosts = NODES in os.environ
         if not self._on_hosts and self._world.machine_ranks != self._world.size:  # another launcher keeps no memory
             memory = None
@@ -136,7 +136,7 @@ class MemorySnapshots:
             storage.remove_stale_drafts()
         world.axis.barrier()
         self.folder = None if on_hosts else self._memory
-        if self._every is not None:
+        if self.every is not None:
             self._saver = MemorySaver(storage, world.axis, world.device, run, self._ranks_here if on_hosts else None)
 
     def begin_attempt(self, attempt: str | None) -> None:
@@ -149,7 +149,7 @@ class MemorySnapshots:
     def requests(self) -> tuple[Request, ...]:
         """Return rank 0's request for a snapshot, once that costs no more than its share of the time."""
         saver = self._saver
-        if saver is None or self._world.rank != 0 or saver.is_writing or isinstance(self._every, int):
+        if saver is None or self._world.rank != 0 or saver.is_writing or isinstance(self.every, int):
             return ()
         is_due = time.perf_counter() - self._began >= max(_SHORTEST_S, saver.seconds / _SHARE)
         return (Request.SNAPSHOT,) if self._open.is_made(due=is_due) else ()
@@ -161,7 +161,7 @@ class MemorySnapshots:
         if Request.NO_SNAPSHOT in requests:
             self._open.close()
             return False
-        steps, every = self._session.progress.steps, self._every
+        steps, every = self._session.progress.steps, self.every
         if self._held_at is not None and steps - self._held_at <= _VOTE_COMES:
             return steps == self._held_at
         return steps % every == 0 if isinstance(every, int) else Request.SNAPSHOT in requests

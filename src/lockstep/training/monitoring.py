@@ -42,23 +42,26 @@ if TYPE_CHECKING:
 
 
 class UserLogs:
-    """Collects what all ranks log; free while nothing is logged."""
+    """Collects what all ranks log.
+
+    Attributes:
+        log: of this rank, since the last update that is recorded.
+        taken: what was logged up to recorded updates, until their reports have arrived.
+    """
 
     def __init__(self, session: Session, monitors: Monitors, log: MetricLog) -> None:
         self._session = session
         self._axis = components_of(session).world.axis
         self._every = components_of(session).config.monitor.every
         self._monitors = monitors
-        self._log = log
-        self._taken: dict[int, MetricLog] = {}  # by steps without an arrived report
+        self.log = log
+        self.taken: dict[int, MetricLog] = {}  # by steps without an arrived report
         self._has_entries = session.progress.steps > 0  # of a run that resumes, the first update may be recorded
 
     def updated(self, step: int) -> tuple[Request, ...]:
         """Return this rank's request to collect, after update `step`, whose report may still be on its way."""
-        if not (self._log.entries or self._taken):
-            return ()
         if step % self._every == 0:
-            self._taken[step] = self._log.take()
+            self.taken[step] = self.log.take()
         return (Request.SHOW_LOG,)
 
     def see(self, report: StepReport) -> None:
@@ -70,11 +73,11 @@ class UserLogs:
         self._has_entries |= Request.SHOW_LOG in report.requests
         if report.step % self._every:
             return
-        log = self._taken.pop(report.step, None)
+        log = self.taken.pop(report.step, None)
         if self._has_entries:
             self._show(report.step, log or MetricLog())
         elif log is not None:
-            next(iter(self._taken.values()), self._log).put_back(log)
+            next(iter(self.taken.values()), self.log).put_back(log)
 
     def show_bad_updates(self) -> None:
         """Show the news about bad updates."""
@@ -83,7 +86,7 @@ class UserLogs:
 
     def finish(self, step: int) -> None:
         """Collect what is left after the last update; all ranks together."""
-        self._show(step, self._log)
+        self._show(step, self.log)
 
     def _show(self, step: int, log: MetricLog) -> None:
         logged = collected(log, self._axis)

@@ -1,12 +1,14 @@
 """A whole run on one rank: the loop, with its evaluations, saves and monitors.
 
-each update: requests of monitors, signals and clocks reach all ranks with the next vote
-    monitors see its report --> evaluate? --> save? --> stop?
+each update: monitors see its report; requests of monitors, signals and clocks reach all ranks with the next vote
+    something is scheduled or requested --> evaluate? --> save? --> stop?
 at the end: evaluate --> save --> results
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from lockstep.training.monitoring import UserLogs
 
 _LAST_REPORT_S = 30.0
+_POLL_S = 0.05  # between two looks at what requests something by the clock or a file, and at saves that have ended
 _FOLLOWED = (Request.EVALUATE, Request.SAVE, Request.STOP, Request.PAUSE, Request.SNAPSHOT)
 """Requests for what follows the update that delivers them to all ranks."""
 
@@ -127,7 +130,13 @@ def run(
 
 @dataclass(slots=True)
 class _Loop:
-    """Runs what follows each update; `is_ended`: a monitor has ended the run before its length."""
+    """Runs what follows each update.
+
+    Attributes:
+        is_ended: a monitor has ended the run before its length.
+        follow_at: the first step that something scheduled may follow; before it, only requests are followed.
+        poll_at: the time of the next look at clocks and files.
+    """
 
     session: Session
     monitor: Monitor
@@ -138,6 +147,8 @@ class _Loop:
     replicas: ReplicaCheck
     last: StepReport | None = None
     is_ended: bool = False
+    follow_at: float = 0
+    poll_at: float = 0.0
 
     def train(self) -> bool:
         """Train to the run's end, or until it stops early; return whether a request stopped it, saved."""
@@ -147,21 +158,20 @@ class _Loop:
             self._evaluate()
         checkpoints.save_evaluated(self.report_saves)
         for before in updates_of(session, self.is_followed) if early_stopping.reason is None else ():
-            own = [*self.user_logs.updated(before.steps + 1)]
+            if self.user_logs.log.entries or self.user_logs.taken:
+                session.request(self.user_logs.updated(before.steps + 1))
             requests = self._show(session.reports)
-            own += (*self.signals.requests(), *evaluations.trigger.requests())
-            own += (*checkpoints.requests(), *self.profiler.requests())
-            if own:
-                session.request(own)
-            if ended := checkpoints.outcomes():
-                self.report_saves(ended)
-            if (every := self.replicas.every) is not None and session.progress.steps % every == 0:
-                self.replicas.compare()
-            if self.follow(before, requests):
-                return True
-            self.profiler.updated(session.progress.steps)
-            if self.is_ended or early_stopping.reason is not None:
-                break
+            if self.signals.raised or time.monotonic() >= self.poll_at:
+                self._poll()
+            if requests or session.progress.steps >= self.follow_at:
+                if self.replicas.every is not None and session.progress.steps % self.replicas.every == 0:
+                    self.replicas.compare()
+                if self.follow(before, requests):
+                    return True
+                self.profiler.updated(session.progress.steps)
+                self.follow_at, self.poll_at = session.progress.steps + self._updates_left(), 0.0
+                if self.is_ended or early_stopping.reason is not None:
+                    break
         if self.last is not None:
             session.bad_updates.verdicts.refuse_untrained(self.last.step)
         return False
@@ -169,8 +179,33 @@ class _Loop:
     def is_followed(self, before: Progress) -> bool:
         """Return whether something that needs the report is scheduled after the update that began at `before`."""
         checkpoints, now = self.checkpoints, self.session.progress
+        if now.steps < self.follow_at:
+            return self.session.finished
         is_scheduled = checkpoints.evaluations.due or checkpoints.trigger.follows(before, now)
         return self.session.finished or is_scheduled or checkpoints.snapshots.is_due()
+
+    def _updates_left(self) -> float:
+        """Return how many updates from now on, at least, nothing scheduled comes after."""
+        session, checkpoints = self.session, self.checkpoints
+        now, most = session.progress, session.batch_plan.global_size
+        every = (self.replicas.every, checkpoints.snapshots.every)
+        return min(
+            checkpoints.evaluations.trigger.updates_left(now, most),
+            checkpoints.trigger.updates_left(now, most),
+            1 if self.profiler.is_active else math.inf,
+            *(each - now.steps % each for each in every if isinstance(each, int)),
+        )
+
+    def _poll(self) -> None:
+        """Request what signals, clocks and files ask for, and report the saves that have ended."""
+        checkpoints = self.checkpoints
+        own = (*self.signals.requests(), *checkpoints.evaluations.trigger.requests())
+        own += (*checkpoints.requests(), *self.profiler.requests())
+        self.session.request(own)
+        if ended := checkpoints.outcomes():
+            self.report_saves(ended)
+        each_vote = Request.NO_SNAPSHOT in own
+        self.poll_at = 0.0 if each_vote else time.monotonic() + _POLL_S
 
     def _show(self, reports: Iterable[StepReport]) -> set[Request]:
         """Show what has arrived; return the requests of all ranks in it."""

@@ -119,7 +119,8 @@ class Session:
         """Yield this rank's share of each update that is left. Call `accumulate` and `commit` once for each."""
         self.failure_state.refuse_half_update(self.saves)
         self.begin()
-        while not self.finished:
+        known = self._components.config.run.steps or 0
+        while self.progress.steps < known or not self.finished:
             if self._failure is not None:
                 raise self._failure
             step = self.progress.steps
