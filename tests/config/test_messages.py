@@ -247,22 +247,22 @@ def test_the_message_is_exact(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "answer"),
     [
-        ("recovery.max_restarts=3", "write `recovery.restarts: 3`"),
-        ("max_restarts=3", "write `recovery.restarts: 3`"),
-        ("launch.max_restarts=3", "write `recovery.restarts: 3`"),
-        ("recovery.retries=3", "write `recovery.restarts: 3`"),
+        ("recovery.max_restarts=3", "write `--recovery.restarts 3`"),
+        ("max_restarts=3", "write `--recovery.restarts 3`"),
+        ("launch.max_restarts=3", "write `--recovery.restarts 3`"),
+        ("recovery.retries=3", "write `--recovery.restarts 3`"),
         ("batch=abc", "'abc' is not a mapping; its keys are global_size, micro_size"),
         ("recovery.budget.transient=3", "recovery.budget: unknown key; did you mean budgets?"),
-        ("recovery.budgets.oom=3", "write `recovery.budgets.memory: 3`"),
-        ("recovery.watchdog.timeout=5", "write `recovery.watchdog.end_after: 5`"),
+        ("recovery.budgets.oom=3", "write `--recovery.budgets.memory 3`"),
+        ("recovery.watchdog.timeout=5", "write `--recovery.watchdog.end_after 5`"),
         ("recovery.bad_numbers.rollback=10", "unknown key; did you mean rollback_steps?"),
-        ("recovery.bad_numbers.nan=skip", "write `recovery.bad_numbers.nonfinite: skip`"),
+        ("recovery.bad_numbers.nan=skip", "write `--recovery.bad_numbers.nonfinite skip`"),
         ("recovery.snapshot=3", "unknown key; did you mean snapshot_every?"),
-        ("data.bad_samples.max=3", "write `data.bad_samples.limit: 3`"),
+        ("data.bad_samples.max=3", "write `--data.bad_samples.limit 3`"),
         ("launch.time_out=3", "unknown key; did you mean timeout?"),
         ("optim.weight_deca=3", "unknown key; did you mean weight_decay?"),
-        ("optim.learning_rat=3", "did you mean learning_rate? Lockstep's key is optim.lr: write `optim.lr: 3`"),
-        ("optim.warmup_stepz=3", "Lockstep's key is schedule.warmup_steps: write `schedule.warmup_steps: 3`"),
+        ("optim.learning_rat=3", "did you mean learning_rate? Lockstep's key is optim.lr: write `--optim.lr 3`"),
+        ("optim.warmup_stepz=3", "Lockstep's key is schedule.warmup_steps: write `--schedule.warmup_steps 3`"),
     ],
 )
 def test_a_wrong_key_of_a_section_gets_a_key_of_that_section(override: str, answer: str, tmp_path: Path) -> None:
@@ -276,6 +276,6 @@ def test_a_section_of_another_tool_is_not_reported_beside_its_keys(tmp_path: Pat
     (tmp_path / "run.yaml").write_text(GOOD)
     with pytest.raises(ConfigError) as error:
         load([str(tmp_path / "run.yaml")], ["--train.steps=3"])
-    assert str(error.value) == "--train.steps: Lockstep's key is run.steps: write `run.steps: 3`"
+    assert str(error.value) == "--train.steps: Lockstep's key is run.steps: write `--run.steps 3`"
     with pytest.raises(ConfigError, match="train: there is no such section"):
         load([str(tmp_path / "run.yaml")], ["--train.steps=3", "--train.other=3"])

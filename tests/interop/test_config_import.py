@@ -1049,13 +1049,12 @@ def test_contradictions_are_refused(content, words, message, tmp_path, monkeypat
 def test_all_gpus_of_the_machine_are_ranks_auto(
     word: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The hint for an unknown option states the same; it used to be `launch.ranks: gpu`."""
     file = tmp_path / "foreign.yaml"
     file.write_text(f"{word}: {value}\n")
     assert main(["config", "import", str(file), "--lenient"]) == 0
     assert "ranks: auto" in capsys.readouterr().out
     assert main(["train", "digits", f"--{word}={value}"]) == 2
-    assert "write `launch.ranks: auto`" in capsys.readouterr().err
+    assert "write `--launch.ranks auto`" in capsys.readouterr().err
 
 
 def test_an_override_replaces_a_key_that_sets_the_same(tmp_path: Path) -> None:

@@ -53,8 +53,9 @@ def key_hint(path: tuple[str, ...], node: Node, tree: Table) -> str | None:
         settings = {row.target: _OFF[row.target]}
     if not settings or OPEN in settings.values():
         return answer.why
+    flag, separator = ("--", " ") if node.where.startswith("--") else ("", ": ")
     written = " and ".join(
-        f"`{target}: {typed or (value if isinstance(value, str) else yaml_like(value))}`"
+        f"`{flag}{target}{separator}{typed or (value if isinstance(value, str) else yaml_like(value))}`"
         for target, value in settings.items()
     )
     return f"Lockstep's key is {next(iter(settings))}: write {written}"
