@@ -68,7 +68,13 @@ def interleaved(
 
 
 def in_processes(
-    script: str, arguments: Sequence[str], ranks: int, timeout: float = 300, *, gpus: bool = False
+    script: str,
+    arguments: Sequence[str],
+    ranks: int,
+    timeout: float = 300,
+    *,
+    gpus: bool = False,
+    python: str = sys.executable,
 ) -> dict[str, float]:
     """Run `script`, under torchrun if there are several ranks, and return the figures that it reports.
 
@@ -79,7 +85,7 @@ def in_processes(
         DidNotRun: It failed, or reported nothing.
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *(torchrun if ranks > 1 else []), script, *arguments]
+    command = [python, *(torchrun if ranks > 1 else []), script, *arguments]
     on_cpu = {} if gpus else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **on_cpu}
     code, output, errors = _run(command, environment, timeout)
