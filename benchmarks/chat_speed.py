@@ -120,8 +120,9 @@ def one_run(folder: Path, arguments: argparse.Namespace, precision: str, name: s
 def lockstep(folder: Path, steps: int, *, packed: bool, precision: str) -> dict[str, float]:
     """Run the recipe by the command, with all that it writes but checkpoints, and one evaluation afterwards."""
     overrides = {"run.steps": steps, "evaluation.every": "null", "checkpoint.every": "null", "optim.lr": RATE,
-                 "batch.global_size": GLOBAL, "batch.micro_size": MICRO, "precision.compute": precision,
-                 "model.pretrained": folder / "model", "model.architecture": "null"}  # fmt: skip
+                 "schedule.warmup_ratio": 0, "precision.compute": precision, "batch.global_size": GLOBAL,
+                 "batch.micro_size": MICRO, "model.pretrained": folder / "model",
+                 "model.architecture": "null"}  # fmt: skip
     for key in ("data.train", "data.evaluation.test"):
         overrides |= {f"{key}.name": folder / "chats.jsonl", f"{key}.tokenizer": folder / "tokenizer"}
     overrides |= {"data.train.packed": str(packed).lower(), "data.train.split": f"train[{HELD_OUT}:{HELD_OUT + CHATS}]"}
@@ -158,7 +159,7 @@ def sft_trainer(folder: Path, steps: int, *, packed: bool, precision: str) -> di
         options = SFTConfig(
             output_dir=run, max_steps=steps, per_device_train_batch_size=MICRO,
             gradient_accumulation_steps=GLOBAL // MICRO, max_length=LENGTH, packing=packed, assistant_only_loss=True,
-            learning_rate=RATE, lr_scheduler_type="cosine", warmup_steps=round(0.03 * steps), weight_decay=0.0,
+            learning_rate=RATE, lr_scheduler_type="cosine", weight_decay=0.0,
             max_grad_norm=1.0, optim="adamw_torch_fused", bf16=precision == "bf16", gradient_checkpointing=False,
             use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import bookkeeping
+import chat_speed
 import gpu_steps
 import guards
 import invariant
@@ -115,6 +116,7 @@ def _provenance(results: Mapping[str, Any]) -> str:
 TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "step_overhead": step_overhead.table,
     "throughput": throughput.table,
+    "chat_speed": chat_speed.table,
     "strategies": strategies.table,
     "pipelines": pipelines.table,
     "startup": startup,

@@ -14,7 +14,7 @@ from lockstep.config.loading import validate
 from lockstep.config.schema import HuggingFaceData
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import LANGUAGE_MODEL
-from lockstep.data.chats import ChatSource
+from lockstep.data.rendered import RenderedSource
 from lockstep.data.sources import open_source
 
 SPECIAL = [
@@ -84,7 +84,9 @@ class Opened:
         self.folder = folder
         tokenizer.save_pretrained(folder / "tokenizer")
 
-    def __call__(self, rows: list[dict[str, Any]], template: str, task: str = "causal-lm", **keys: Any) -> ChatSource:
+    def __call__(
+        self, rows: list[dict[str, Any]], template: str, task: str = "causal-lm", **keys: Any
+    ) -> RenderedSource:
         text, file = "".join(json.dumps(row) + "\n" for row in rows), self.folder / "rows.jsonl"
         if not file.exists() or file.read_text() != text:
             file.write_text(text)
@@ -92,10 +94,10 @@ class Opened:
         keys = {"messages": "messages", "chat_template": str(self.folder / "template.jinja")} | keys
         keys |= {"name": str(self.folder / "rows.jsonl"), "tokenizer": str(self.folder / "tokenizer")}
         source = open_source(HuggingFaceData(kind="huggingface", **keys), task=task, tokenizer=None)
-        assert isinstance(source, ChatSource)
+        assert isinstance(source, RenderedSource)
         return source
 
-    def targets(self, source: ChatSource, index: int = 0) -> list[str]:
+    def targets(self, source: RenderedSource, index: int = 0) -> list[str]:
         """Return the texts of the targets that lie together."""
         batch = source.fetch(np.array([index]))
         assert isinstance(batch.inputs, dict)
@@ -109,7 +111,7 @@ class Opened:
             pieces.append(self.tokenizer.decode(ids[start:place]))
         return pieces
 
-    def text(self, source: ChatSource, index: int = 0) -> str:
+    def text(self, source: RenderedSource, index: int = 0) -> str:
         return str(self.tokenizer.decode(source.fetch(np.array([index])).inputs["input_ids"][0].tolist()))
 
 

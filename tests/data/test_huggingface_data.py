@@ -13,9 +13,11 @@ from kit.failures import fails, gives
 from lockstep.config.schema import Config, HuggingFaceData
 from lockstep.core import hub
 from lockstep.core.errors import ConfigError, UnusableSamples
+from lockstep.core.records import LANGUAGE_MODEL
 from lockstep.data import huggingface, noise
 from lockstep.data.prepare import prepare
 from lockstep.data.sources import open_source
+from lockstep.models.attention_masks import masks_of_host
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat", "fast", "slow", "and"]
 ROWS = [
@@ -136,6 +138,66 @@ def test_as_many_packed_documents_as_are_tokenized_at_once(opened, tmp_path, mon
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("lockstep.data.prepare._BATCH", len(ROWS))
     assert opened("gpt", "causal-lm", packed=True, max_length=4).facts.samples > 0
+
+
+PACKED = {
+    "texts": {"packed": "whole"},
+    "prompts": {"packed": True, "label": "answer"},
+    "prompts, too": {"packed": True, "label": "answer", "train_on_prompt": True},
+}
+
+
+def _losses(model, source, indices) -> tuple[float, torch.Tensor, int]:
+    """The sum of losses over the targets of samples, its gradient, and the number of targets."""
+    model.zero_grad()
+    batch = source.fetch(indices)
+    with masks_of_host(removed=False, packed=True):
+        logits = model(**batch.inputs, use_cache=False).logits[:, :-1]
+    targets = batch.targets[:, 1:]
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
+    loss.backward()
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return loss.item(), gradient, int((targets != -100).sum())
+
+
+@pytest.mark.parametrize("tokenizer", ["gpt", "bert"])
+@pytest.mark.parametrize("keys", PACKED.values(), ids=PACKED)
+def test_packed_prompts_and_whole_texts_have_the_losses_of_separate_ones(
+    keys, tokenizer, opened, monkeypatch, tmp_path
+):
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    alone = opened(tokenizer, "causal-lm", max_length=12, **{**keys, "packed": False})
+    packed = opened(tokenizer, "causal-lm", max_length=12, **keys)
+    assert packed.facts.samples < alone.facts.samples == len(ROWS)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_attention_heads=2)).double()
+    expected, wanted, count = _losses(model, alone, np.arange(len(ROWS)))
+    loss, gradient, same = _losses(model, packed, np.arange(packed.facts.samples))
+    assert (same, loss) == (count, pytest.approx(expected, rel=1e-9))
+    assert (gradient - wanted).norm() <= 1e-9 * wanted.norm()
+    batch = packed.fetch(np.arange(packed.facts.samples))
+    assert (batch.targets[batch.inputs["position_ids"] == 0] == -100).all()
+    again = opened(tokenizer, "causal-lm", max_length=12, **keys)
+    assert (again.fingerprint, batch.tokens) == (packed.fingerprint, packed.facts.tokens)
+    rows = [row for index in range(packed.facts.samples) for row in packed.rows_of(index)]
+    assert len(set(rows)) == len(rows) == len(packed.lengths)
+
+
+def test_rows_that_cannot_be_packed_are_named(opened, monkeypatch, tmp_path):
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    for task in (None, LANGUAGE_MODEL):
+        with fails(ConfigError, "packed"):
+            opened("gpt", task, packed="whole")
+    with fails(ConfigError, "packed"):
+        opened("bert", "sequence-classification", packed=True, label="label")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a cat"}\n{"text": null}\n')
+    with fails(ConfigError, "row 2", "column text"):
+        opened("gpt", "causal-lm", packed="whole", name=str(tmp_path / "rows.jsonl"))
 
 
 def _rows_with(value: object, suffix: str, folder: Path) -> Path:
@@ -272,7 +334,7 @@ def test_labels_can_be_numbers_or_several_classes(opened, folder):
     ("task", "options", "message"),
     [
         ("masked-lm", {"label": "answer"}, "label answer: masked-lm hides tokens of `text`"),
-        ("causal-lm", {"label": "answer", "packed": True}, "packed joins documents, but a prompt and its completion"),
+        (None, {"label": "label", "packed": True}, "packed is for language models, but a classifier"),
         ("causal-lm", {"label": "label"}, "column label has 0, a int; text is needed"),
         ("causal-lm", {"label": "answer", "text_pair": "text"}, "text_pair text and label, .* exclude each other"),
         ("causal-lm", {"text_pair": "answer", "packed": True}, "text_pair answer and packed exclude each other"),

@@ -65,7 +65,7 @@ def test_the_config_of_the_page_is_one(tmp_path: Path) -> None:
         (tmp_path / "run.yaml").write_text(block)
         train = load([tmp_path / "run.yaml"], environ={}).config.data.train
         assert isinstance(train, HuggingFaceData)
-        assert (train.messages, train.rejected) in (("messages", None), ("chosen", "rejected"))
+        assert (train.messages, train.rejected) in (("messages", None), ("chosen", "rejected"), (None, None))
 
 
 def test_the_template_of_the_page_is_the_example_s() -> None:
@@ -75,8 +75,14 @@ def test_the_template_of_the_page_is_the_example_s() -> None:
 
 def test_packed_conversations_have_the_losses_of_separate_ones(folder: Path) -> None:
     """One step over all conversations, packed and not: the same targets, so the same loss and gradient."""
-    shown = run_lockstep("data", "show", "chat", "tiny/chat", "--data.train.packed", "true", cwd=folder)
-    samples = int(shown.stdout.split("huggingface: ")[1].split()[0])
+    keys = ("--data.train.packed", "true", "--samples", "1")
+    shown = run_lockstep("data", "show", "chat", "tiny/chat", *keys, cwd=folder).stdout
+    samples = int(shown.split("huggingface: ")[1].split()[0])
+    first, count = next(iter(shown.splitlines())), shown.count("\nrow ")
+    assert gives(first, f"{count} packed")
+    sizes = [int(line.split()[2]) for line in shown.splitlines() if line.startswith("row ")]
+    assert gives(first, f"{sum(sizes)} tokens", f"{128 - sum(sizes)} of padding")
+    assert gives(shown, "331 conversations", f"{samples} samples", "%")
     losses = []
     for packed, size in (("false", 331), ("true", samples)):
         run = ("--run.folder", f"packed-{packed}", "--run.steps", "1", "--precision.compute", "fp32", *CPU)

@@ -91,9 +91,10 @@ class HuggingFaceData(Section):
     """Folder or hub name (`NAME`, `NAME@REVISION`) of the tokenizer; null: the model's."""
     max_length: Positive = 512
     """Longer samples are truncated to this many tokens. A prompt too long with its completion loses its beginning."""
-    packed: bool = False
-    """Language models: join documents and cut full samples, instead of padding. Whole conversations (`messages`) are
-    put into samples of `max_length`, where none sees another one."""
+    packed: bool | Literal["whole"] = False
+    """Language models: put several texts into each sample of `max_length`, instead of padding. true: conversations
+    and prompts with completions stay whole, and none sees another one; texts are joined and cut into full samples.
+    whole: so do texts."""
     mask_probability: Fraction = 0.15
     """Masked language models: fraction of tokens to predict."""
     messages: str | None = None
@@ -111,6 +112,11 @@ class HuggingFaceData(Section):
     """Chats: train on the assistant's messages, on the last of them, or on all tokens."""
     too_long: Literal["cut", "leave-out"] = "cut"
     """Chats longer than `max_length`: leave out their first turns, or the whole conversation."""
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Whether samples are several texts in a row, each for itself."""
+        return bool(self.packed) and (self.packed == "whole" or self.messages is not None or self.label is not None)
 
     def _contradictions(self) -> Iterator[str]:
         texts = ("text", "text_pair", "train_on_prompt")

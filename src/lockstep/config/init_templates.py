@@ -14,7 +14,7 @@ _PACKAGE = Path(__file__).parents[1]
 _COLUMNS = {
     "texts": """\
     text: {text}            # the column with the text
-    packed: true            # texts are joined and cut into full samples; false: one text a sample, padded
+    packed: true            # texts are joined and cut into full samples; whole: none sees another; false: padded
     max_length: 128         # tokens per sample
 """,
     "prompts": """\

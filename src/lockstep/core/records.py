@@ -88,6 +88,7 @@ class DataFacts:
     Attributes:
         samples: In one epoch.
         tokens_per_sample: None if samples differ.
+        tokens: Of an epoch, without padding, if samples differ and their lengths are known.
         vocabulary: Number of token ids, if there are tokens.
         bytes_per_token: Mean, if tokens stand for text.
         padding: Token id of padding, if a tokenizer has one.
@@ -101,6 +102,7 @@ class DataFacts:
     bytes_per_token: float | None = None
     padding: int | None = None
     pairs: bool = False
+    tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

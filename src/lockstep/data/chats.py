@@ -1,51 +1,42 @@
 """Conversations, rendered by a chat template, with the assistant's messages as targets.
 
-    row --> messages --> chat template --> ids, and which of them are targets --> $LOCKSTEP_CACHE/chats/KEY/
+    row --> messages --> chat template --> ids, and which of them are targets (`rendered`)
 
     <user> Hi <end> <assistant> Hello <end> <user> ...         the whole conversation
     <user> Hi <end> <assistant>                                the messages before an answer, and the prompt for one
     <user> Hi <end> <assistant> Hello <end>                    the messages up to it
                                 ------------                   its targets, if both are prefixes of the whole's ids
 
-A template with `{% generation %}` marks the targets itself. Conversations are rendered once per machine or shared
-folder, as packed documents are tokenized, so that their number and lengths are known before training.
+A template with `{% generation %}` marks the targets itself.
 """
 
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
-import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from lockstep.config.schema import HuggingFaceData
 from lockstep.core.errors import ConfigError
-from lockstep.core.records import Batch, DataFacts
 from lockstep.data import windows
 from lockstep.data.hub import rows_identity, tokenizer_identity
 from lockstep.data.order import Indices
-from lockstep.data.tokens import Packing, cached_folder, pack
+from lockstep.data.rendered import Rendered, RenderedSource, open_rendered
 
 FORMAT = 1
-IGNORED = -100
 _ROLES = {"human": "user", "gpt": "assistant", "function_response": "tool", "observation": "tool"}
 _KNOWN = ("system", "user", "assistant", "tool", *_ROLES)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 _TODAY = datetime.date(2024, 7, 26)
 _MARK = "mark answers in a template by {% generation %} and {% endgeneration %}, and name its file as chat_template"
-_SHOWN_EVERY = 1000
-_log = logging.getLogger("lockstep.data")
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -124,15 +115,6 @@ class Chat:
             return None
         messages = self.messages[:head] + self.messages[second:]
         return Chat(messages, max(self.prompt - (second - head), 0), self.tools)
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A conversation's ids, and which of them are targets; `turns_cut`: those that were left out."""
-
-    ids: NDArray[np.uint32]
-    targets: NDArray[np.bool_]
-    turns_cut: int
 
 
 class Template:
@@ -233,7 +215,7 @@ class Template:
 
 def open_chats(
     rows: Any, tokenizer: Any, section: HuggingFaceData, *, aligned: bool, classes: int | None = None
-) -> ChatSource:
+) -> RenderedSource:
     """Return the source of a dataset's conversations, rendered once for all ranks and runs. Raises ConfigError."""
     if not tokenizer.chat_template:
         where = f"tokenizer {tokenizer.name_or_path} has no chat template"
@@ -243,55 +225,14 @@ def open_chats(
     )
     identity = tokenizer_identity(tokenizer), tokenizer.chat_template, sorted(tokenizer.special_tokens_map.items())
     key = windows.fingerprint("chats", FORMAT, *rows_identity(rows), identity, options, section.max_length)
-    work = f"rendering the conversations of {section.name}"
-    folder = cached_folder("chats", key, work, partial(_write, rows, Template(tokenizer, section)))
-    if section.packed and not aligned:
-        raise ConfigError("packed conversations are for models of the transformers library; remove packed")
-    return ChatSource(folder, tokenizer, section, aligned=aligned, classes=classes)
+    render = partial(_render, rows, Template(tokenizer, section))
+    return open_rendered("chats", key, len(rows), render, tokenizer, section, aligned=aligned, classes=classes)
 
 
-def _write(rows: Any, template: Template, folder: Path, show: Callable[[str], None]) -> None:
-    offsets, numbers, cut, left_out, untargeted = [0], [], 0, 0, 0
-    digest = hashlib.blake2b(digest_size=16)
-    with (folder / "ids").open("wb") as ids, (folder / "targets").open("wb") as targets:
-        for number, chats in enumerate(_chats(rows, template.section)):
-            if number % _SHOWN_EVERY == 0:
-                show(f"{number:,} of {len(rows):,} conversations")
-            try:
-                rendered = template.render(chats())
-            except ValueError as error:
-                where = f"dataset {template.section.name}, split {template.section.split}, row {number + 1:,}"
-                raise ConfigError(f"{where}: {error}") from error
-            if rendered is None:
-                left_out += 1
-                continue
-            if not all(each.targets[1:].any() for each in rendered):  # nothing predicts the first
-                untargeted += 1
-                continue
-            cut += rendered[0].turns_cut > 0
-            numbers.append(number)
-            for each in rendered:
-                offsets.append(offsets[-1] + len(each.ids))
-                for file, values in ((ids, each.ids), (targets, each.targets)):
-                    file.write(values.data)
-                    digest.update(values.data)
-    counts = {"rows": len(rows), "cut": cut, "left_out": left_out, "untargeted": untargeted}
-    if not numbers:
-        why = f"{left_out:,} are longer than max_length {template.section.max_length}, {untargeted:,} have no targets"
-        raise ConfigError(f"none of the {len(rows):,} conversations of {template.section.name} can be used: {why}")
-    if changes := _changes(counts, template.section.max_length):
-        _log.warning("%s: %s", template.section.name, changes)
-    np.save(folder / "offsets.npy", np.array(offsets, np.int64))
-    np.save(folder / "rows.npy", np.array(numbers, np.int64))
-    digest.update(repr(offsets).encode())
-    (folder / "facts.json").write_text(json.dumps({**counts, "fingerprint": digest.hexdigest()}))
-
-
-def _chats(rows: Any, section: HuggingFaceData) -> Iterator[Callable[[], list[Chat]]]:
-    for batch in rows.iter(batch_size=_SHOWN_EVERY):
-        names = list(batch)
-        for values in zip(*batch.values(), strict=True):
-            yield partial(_chats_of, section, dict(zip(names, values, strict=True)))
+def _render(rows: Any, template: Template, indices: Indices) -> Iterator[list[Rendered] | None]:
+    columns = rows[indices]
+    for values in zip(*columns.values(), strict=True):
+        yield template.render(_chats_of(template.section, dict(zip(columns, values, strict=True))))
 
 
 def _chats_of(section: HuggingFaceData, row: Mapping[str, Any]) -> list[Chat]:
@@ -320,99 +261,3 @@ def _chat(section: HuggingFaceData, row: Mapping[str, Any]) -> Chat:
     tools = row[section.tools] if section.tools is not None else None
     tools = json.loads(tools) if isinstance(tools, str) else _without_nulls(tools)
     return Chat([*messages, *completion], len(messages) if completes else 0, tools or None)
-
-
-class ChatSource:
-    """Rendered conversations: `lengths` in tokens, `rows` in the dataset, and as text the `changes`, if there are any.
-
-    A pair is one sample, with the chosen conversation in one row of a batch, and the rejected one in the next. Packed
-    ones are put into samples, longest first, the same in each epoch (`tokens.pack`).
-
-    If `aligned`, for models of the transformers library, targets have the places of their ids, and the objective shifts
-    them. Otherwise they have those of the ids before.
-    """
-
-    draws = False
-
-    def __init__(
-        self, folder: Path, tokenizer: Any, section: HuggingFaceData, *, aligned: bool, classes: int | None = None
-    ) -> None:
-        self._ids = np.memmap(folder / "ids", np.uint32, "r").view(np.ndarray)
-        self._targets = np.memmap(folder / "targets", np.bool_, "r").view(np.ndarray)
-        self._offsets = np.load(folder / "offsets.npy")
-        self.rows: Indices = np.load(folder / "rows.npy")
-        self.lengths = np.diff(self._offsets)
-        facts = json.loads((folder / "facts.json").read_text())
-        self.fingerprint: str = windows.fingerprint("chats", facts.pop("fingerprint"))
-        self._padding = tokenizer.pad_token_id
-        self._aligned = aligned
-        self._packing = pack(self._offsets, section.max_length) if section.packed else None
-        samples = self._packing.samples if self._packing else len(self.rows)
-        pairs, size = section.rejected is not None, len(tokenizer)
-        self._per_sample = 2 if pairs else 1
-        self.facts = DataFacts(samples, None, vocabulary=size, classes=classes, padding=self._padding, pairs=pairs)
-        if self._packing:
-            self.fingerprint = windows.fingerprint("packed", self.fingerprint, section.max_length)
-        self.changes = _changes(facts, section.max_length)
-
-    def fetch(self, indices: Indices) -> Batch:
-        if self._packing:
-            return self._packed(self._packing, indices)
-        texts = (indices[:, None] * self._per_sample + np.arange(self._per_sample)).reshape(-1)
-        places = [slice(self._offsets[text], self._offsets[text + 1]) for text in texts]
-        joined = [(self._ids[place].astype(np.int64), self._targets[place].copy()) for place in places]
-        return padded_batch(joined, self._padding, len(indices), aligned=self._aligned)
-
-    def _packed(self, packing: Packing, indices: Indices) -> Batch:
-        """Return samples of several conversations: positions restart in each, by which attention keeps them apart.
-
-        The first id of each has no target: it would be predicted from the conversation before. Padding is one more.
-        """
-        ids = np.full((len(indices), packing.capacity), self._padding, np.int64)
-        targets, positions = np.full_like(ids, IGNORED), np.zeros_like(ids)
-        tokens = 0
-        for row, index in enumerate(indices):
-            end = 0
-            for piece in range(packing.bounds[index], packing.bounds[index + 1]):
-                start, size = packing.starts[piece], packing.lengths[piece]
-                begin, end = end, end + size
-                ids[row, begin:end] = self._ids[start : start + size]
-                positions[row, begin:end] = np.arange(size)
-                marked = np.flatnonzero(self._targets[start + 1 : start + size]) + begin + 1
-                targets[row, marked] = ids[row, marked]
-            positions[row, end:] = np.arange(packing.capacity - end)
-            tokens += int(end)
-        inputs = {"input_ids": torch.from_numpy(ids), "position_ids": torch.from_numpy(positions)}
-        return Batch(inputs, torch.from_numpy(targets), len(indices), tokens)
-
-
-def _changes(counts: Mapping[str, int], longest: int) -> str:
-    kinds = {
-        f"longer than max_length {longest}: first turns cut": counts["cut"],
-        f"longer than max_length {longest}: left out": counts["left_out"],
-        "without targets: left out": counts["untargeted"],
-    }
-    parts = [f"{number:,} {what}" for what, number in kinds.items() if number]
-    return f"of {counts['rows']:,} conversations, {'; '.join(parts)}" if parts else ""
-
-
-def padded_batch(rows: list[tuple[Any, Any]], padding: int, samples: int, *, aligned: bool) -> Batch:
-    """Return rows of (ids, which are targets), padded on the right; `aligned` as for `ChatSource`."""
-    width = max(len(ids) for ids, _ in rows)
-    ids = torch.full((len(rows), width), padding)
-    mask, targets = torch.zeros_like(ids), torch.full_like(ids, IGNORED)
-    for row, (values, marked) in enumerate(rows):
-        joined, size = torch.as_tensor(values), len(values)
-        ids[row, :size], mask[row, :size] = joined, 1
-        targets[row, :size] = torch.where(torch.as_tensor(marked), joined, IGNORED)
-    tokens = int(mask.sum())
-    if aligned:
-        return Batch({"input_ids": ids, "attention_mask": mask}, targets, samples, tokens)
-    return Batch({"tokens": ids}, following(targets), samples, tokens)
-
-
-def following(targets: torch.Tensor) -> torch.Tensor:
-    """Return the targets [samples, length] moved to the places of the ids before them."""
-    moved = torch.full_like(targets, IGNORED)
-    moved[:, :-1] = targets[:, 1:]
-    return moved

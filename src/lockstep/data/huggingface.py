@@ -1,6 +1,7 @@
 """Datasets of the datasets library as batches for a task.
 
-    rows --> texts --> tokenizer --> padded to the batch's longest, or packed into full samples
+    rows --> texts --> tokenizer --> padded to the batch's longest, joined and cut into full samples (packed: true),
+                                     or put into samples, each for itself (packed prompts; packed: whole; `rendered`)
 
                                inputs                           targets
     causal-lm                  input_ids, attention_mask        the ids themselves (the objective shifts them); with a
@@ -38,7 +39,7 @@ from lockstep.core.protocols import Source
 from lockstep.core.records import LANGUAGE_MODEL, Batch, DataFacts
 from lockstep.data import noise, windows
 from lockstep.data.bad_samples import read_or_explain
-from lockstep.data.chats import IGNORED, following, open_chats, padded_batch
+from lockstep.data.chats import open_chats
 from lockstep.data.columns import check_columns, check_first_texts, columns_of
 from lockstep.data.hub import (
     begin_tokens,
@@ -52,6 +53,7 @@ from lockstep.data.hub import (
 )
 from lockstep.data.order import Indices
 from lockstep.data.prepare import plain_tokenizer, texts_of, write_splits
+from lockstep.data.rendered import IGNORED, Rendered, RenderedSource, following, open_rendered, padded_batch
 from lockstep.data.tokens import cached_folder, open_tokens
 
 _LOG = logging.getLogger("lockstep.data")
@@ -83,16 +85,21 @@ def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: s
     texts = Texts(rows.select_columns(columns), loaded, section, label_is_text=label_is_text)
     own = task in (None, LANGUAGE_MODEL)
     _warn_of_second_begin(loaded, rows[0][section.text], section.name)
-    if section.packed:
-        return _packed(texts, aligned=not own)
+    if section.packed and not section.keeps_apart:
+        return _joined(texts, aligned=not own)
     if section.label is not None and (task in _COMPLETED or section.rejected is not None):
         kind = "prompt, loss" if section.train_on_prompt else "prompt"
         answers = [section.label, *([] if section.rejected is None else [section.rejected])]
         end = end_token(texts.tokenizer)
         closing = [] if end is None else [end]
-        batch = partial(_completed, texts, answers, own, begin_tokens(texts.tokenizer), closing)
+        completions = partial(_completions, texts, answers, begin_tokens(texts.tokenizer), closing)
+        if section.packed:
+            return _packed(texts, completions, aligned=not own)
+        batch = partial(_completed, texts, completions, own)
         kind, classes = ", ".join([kind, *answers[1:]]), 1 if task == _REWARDS else None
         return TextSource(texts, kind, batch, classes=classes)
+    if section.packed:
+        return _packed(texts, partial(_whole, texts), aligned=not own)
     match task, section.label:
         case "masked-lm", _:
             if texts.tokenizer.mask_token_id is None:
@@ -138,11 +145,8 @@ def _check_options(section: HuggingFaceData, task: str | None) -> None:
         f"label {section.label}: masked-lm hides tokens of `text`, which are its targets; remove label": (
             task == "masked-lm" and section.label is not None
         ),
-        "packed joins documents, but a prompt and its completion are one sample; remove packed or label": (
-            section.packed and completes
-        ),
-        f"packed joins documents for language models, but {task or 'a classifier'} needs separate samples; remove it": (
-            section.packed and (task not in (None, *_COMPLETED) or section.label is not None)
+        f"packed is for language models, but {task or 'a classifier'} needs separate samples; remove it": (
+            bool(section.packed) and (task not in (None, *_COMPLETED) or (task is None and section.label is not None))
         ),
         f"text_pair {section.text_pair} and {other} exclude each other; remove one of them": (
             section.text_pair is not None and (section.packed or completes)
@@ -280,7 +284,11 @@ def _translated(texts: Texts, label: str, indices: Indices) -> Batch:
     return Batch(inputs, _valid(answers), len(indices), tokens)
 
 
-def _completed(texts: Texts, labels: list[str], own: bool, begin: list[int], end: list[int], indices: Indices) -> Batch:
+Ids = list[tuple[list[int], list[bool]]]
+"""Rows of ids, and which of them are targets."""
+
+
+def _completions(texts: Texts, labels: list[str], begin: list[int], end: list[int], indices: Indices) -> Ids:
     """Join prompts with their completions, closed by the tokenizer's end token, if it has one.
 
     A row for each column of `labels`. The targets are the completion, or both. A sample that is too long loses the
@@ -294,14 +302,48 @@ def _completed(texts: Texts, labels: list[str], own: bool, begin: list[int], end
         completions = [[*ids, *end][: max(longest - len(begin) - (not begin), 1)] for ids in completions]
         left = max(longest - max(map(len, completions)) - len(begin), 0)
         pairs += [([*begin, *prompt[max(len(prompt) - left, 0) :]], ids) for ids in completions]
-    rows = [
+    return [
         ([*prompt, *completion], [texts.section.train_on_prompt] * len(prompt) + [True] * len(completion))
         for prompt, completion in pairs
     ]
-    return padded_batch(rows, texts.tokenizer.pad_token_id or 0, len(indices), aligned=not own)
 
 
-def _packed(texts: Texts, *, aligned: bool) -> Source:
+def _completed(texts: Texts, completions: Callable[[Indices], Ids], own: bool, indices: Indices) -> Batch:
+    return padded_batch(completions(indices), texts.tokenizer.pad_token_id, len(indices), aligned=not own)
+
+
+def _whole(texts: Texts, indices: Indices) -> Ids:
+    """Return the ids of `_next_token`, all of them targets."""
+    column, longest = texts.at(indices)[texts.section.text], texts.section.max_length
+    return [
+        (ids, [True] * len(ids)) for ids in texts.tokenizer(column, truncation=True, max_length=longest)["input_ids"]
+    ]
+
+
+def _packed(texts: Texts, ids: Callable[[Indices], Ids], *, aligned: bool) -> RenderedSource:
+    """Put several texts into a sample, each with the ids and targets that it has alone."""
+    options = texts.section.model_dump(include={"text", "label", "train_on_prompt", "max_length"})
+    key = windows.fingerprint(
+        "apart",
+        FORMAT,
+        *rows_identity(texts.rows),
+        tokenizer_identity(texts.tokenizer),
+        end_token(texts.tokenizer),
+        options,
+    )
+
+    def render(indices: Indices) -> Iterator[list[Rendered]]:
+        try:
+            rows = ids(indices)
+        except UnusableSamples as error:
+            raise ConfigError(str(error)) from error
+        for values, marks in rows:
+            yield [Rendered(np.array(values, np.uint32), np.array(marks, np.bool_))]
+
+    return open_rendered("packed", key, len(texts.rows), render, texts.tokenizer, texts.section, aligned=aligned)
+
+
+def _joined(texts: Texts, *, aligned: bool) -> Source:
     """Join all documents by the end token, tokenized once for all ranks, runs and lengths, and cut them."""
     section, tokenizer = texts.section, plain_tokenizer(texts.tokenizer.name_or_path, texts.tokenizer)
 
@@ -350,10 +392,11 @@ def fetch_tokens(config: Config) -> Iterator[str]:
     task = getattr(config.model, "task", None)
     pretrained = at_revision(pretrained, getattr(config.model, "revision", None))
     for section in sections:
-        if section.messages is not None and (section.tokenizer or pretrained):
+        chats = section.messages is not None
+        if (chats or section.keeps_apart) and (section.tokenizer or pretrained):
             samples = open_huggingface(section, task=task, tokenizer=pretrained).facts.samples
-            where = f"in {cache_folder('chats')}"
-            yield f"conversations of {section.name}, split {section.split}: {samples:,} samples, {where}"
+            what, where = ("conversations", "chats") if chats else ("texts", "packed")
+            yield f"{what} of {section.name}, split {section.split}: {samples:,} samples, in {cache_folder(where)}"
         elif section.packed and (section.tokenizer or pretrained):
             facts = open_huggingface(section, task=None, tokenizer=pretrained).facts
             sizes = f"{facts.samples:,} samples of {section.max_length:,} tokens, in {cache_folder('packed')}"

@@ -121,7 +121,10 @@ def make_plan(
     steps = horizon(config.run, batch.global_size, facts, config.data.drop_last)
     epochs, rest = divmod(steps or 0, epoch_steps)
     samples = None if steps is None else epochs * epoch_samples + rest * batch.global_size
-    per_sample, total = facts.tokens_per_sample, sum(parameter.elements for parameter in parameters)
+    per_sample: float | None = facts.tokens_per_sample
+    if per_sample is None and facts.tokens is not None:
+        per_sample = facts.tokens / facts.samples
+    total = sum(parameter.elements for parameter in parameters)
     trainable = sum(parameter.elements for parameter in parameters if parameter.trainable)
     check_features(FeatureRequest(config, layout, batch, total - trainable), machine.device)
     plan = Plan(
@@ -135,7 +138,7 @@ def make_plan(
         epoch_samples=epoch_samples,
         epoch_steps=epoch_steps,
         samples=samples,
-        tokens=None if samples is None or per_sample is None else samples * per_sample,
+        tokens=None if samples is None or per_sample is None else round(samples * per_sample),
         has_tokens=not (per_sample is facts.vocabulary is config.run.tokens is None),
         parameters=total,
         trainable=trainable,

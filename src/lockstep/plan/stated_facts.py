@@ -42,7 +42,7 @@ def sizes_of_config(config: Config) -> DataFacts | None:
     if _is_local(data) or not model_states_sizes(config.model):
         return None
     match data:
-        case HuggingFaceData(packed=True, max_length=length) | Tokens(length=length):
+        case HuggingFaceData(packed=True | "whole", max_length=length) | Tokens(length=length):
             return DataFacts(config.batch.global_size, length)
     return DataFacts(config.batch.global_size, None)
 

@@ -6,6 +6,7 @@ seq2seq                    the same                                 ids of the t
 sequence-classification    the same                                 classes [B], numbers [B] or [B, outputs]
 none, with a label         tokens, mask [B, T]                      classes [B]
 tokens, packed text        input_ids or tokens [B, T], no mask      the same ids, or the next ones
+packed, each for itself    input_ids, position_ids [B, T]           ids [B, T]
 """
 
 from __future__ import annotations
@@ -42,12 +43,21 @@ class MadeUp:
     fingerprint = "made up"
 
     def __init__(
-        self, samples: int, length: int, vocabulary: int | None, own: bool, masked: bool, outputs: int | None = None
+        self,
+        samples: int,
+        length: int,
+        vocabulary: int | None,
+        own: bool,
+        masked: bool,
+        outputs: int | None = None,
+        *,
+        positions: bool = False,
     ) -> None:
         self._length = length
         self._ids = vocabulary or 2
         self._own = own
         self._masked = masked
+        self._positions = positions
         self._outputs = outputs
         self.facts = DataFacts(samples, length, vocabulary=vocabulary)
 
@@ -59,6 +69,8 @@ class MadeUp:
         if self._masked:
             mask = torch.ones_like(inputs)
             inputs_by_name |= {"mask": mask.bool()} if self._own else {"attention_mask": mask}
+        if self._positions:
+            inputs_by_name["position_ids"] = torch.arange(self._length).repeat(samples, 1)
         targets = following if self._own else inputs.clone()
         if self._outputs is not None:
             targets = self._classes_or_numbers(samples)
@@ -79,8 +91,9 @@ def made_up_data(config: Config, facts: DataFacts) -> CustomData:
     vocabulary = _stated_vocabulary(config) or facts.vocabulary
     arguments: dict[str, Any] = {"samples": facts.samples, "vocabulary": vocabulary, "own": own}
     match train:
-        case Tokens(length=length) | HuggingFaceData(packed=True, max_length=length):
-            arguments |= {"length": length, "masked": False}
+        case Tokens(length=length) | HuggingFaceData(packed=True | "whole", max_length=length):
+            apart = isinstance(train, HuggingFaceData) and train.keeps_apart
+            arguments |= {"length": length, "masked": False, "positions": apart}
         case HuggingFaceData(max_length=length, label=label):
             has_classes = task == "sequence-classification" or (task is None and label is not None)
             arguments |= {"length": length, "masked": not own or has_classes}

@@ -54,7 +54,7 @@ from lockstep.training.parallelize import (
     consensus_of,
     keyed_draws,
     load_builder,
-    packed_conversations,
+    packed_apart,
     parallelize,
     tensor_plan_of,
 )
@@ -207,7 +207,7 @@ def _prepare(config: Config, world: World, given: UserObjects, purpose: Purpose)
     if config.run.determinism == "invariant":
         _refuse_coupled(coupled, objective)
 
-    keeps, packs = plan.mesh.context > 1, packed_conversations(config)
+    keeps, packs = plan.mesh.context > 1, packed_apart(config)
     for key in packs:
         refuse_packed(model, key, divided=keeps)
     removed, masks = decide_masks(model, partial(_first_inputs, source), keeps_masks=keeps, packs=bool(packs))

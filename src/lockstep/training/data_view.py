@@ -2,6 +2,9 @@
 
 sample 17: 57 tokens, 21 targets, 12 of padding
 <|im_start|>user Hi<|im_end|><|im_start|>assistant [[Hello!<|im_end|>]]           targets are marked
+
+sample 3: 2 packed, 120 tokens, 40 targets, 8 of padding                          packed: each text with its row
+row 18: 57 tokens, 21 targets
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from torch import Tensor
 from lockstep.core.errors import ConfigError
 from lockstep.core.hub import at_revision
 from lockstep.core.progress import Progress
-from lockstep.data.chats import ChatSource
 from lockstep.data.loader import TrainingLoader
+from lockstep.data.rendered import RenderedSource
 from lockstep.data.sources import PreparedSource
 from lockstep.plan.batch import plan_batch
 from lockstep.training.sources import open_sources
@@ -26,12 +29,12 @@ from lockstep.training.weights import tokenizer_of
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-    from lockstep.core.protocols import Source
     from lockstep.core.records import Batch
     from lockstep.training.user_objects import UserObjects
 
 _SHIFTED = "tokens"
 _IDS = ("input_ids", _SHIFTED)
+_POSITIONS = "position_ids"
 _IGNORED = -100
 Decode = Callable[[list[int]], str]
 Part = tuple[str, bool]
@@ -59,19 +62,14 @@ def shown_data(config: Config, given: UserObjects, samples: int) -> Iterator[lis
         tokens, places = tokens + batch.tokens, places + _places(batch)
         targets += _num_targets(batch.targets)
         for number, index in enumerate(indices[: max(samples, 0)]):
+            rows = opened.rows_of(index) if isinstance(opened, RenderedSource) else []
             for row, part in zip(range(number * len(parts), (number + 1) * len(parts)), parts, strict=True):
-                yield from _sample(batch, row, _name(index, opened) + part, decode)
+                yield from _sample(batch, row, f"sample {index:,}", part, rows, decode)
         samples -= len(indices)
     loader.close()
     yield _line(f"{config.data.train.kind}: {source.facts.samples:,} samples")
-    if isinstance(opened, ChatSource) and (changes := opened.changes):
-        yield _line(changes)
+    yield from map(_line, opened.changes if isinstance(opened, RenderedSource) else ())
     yield _line(f"first step: {size:,} samples, {_sizes(tokens, places, targets, plan.micro_size)}")
-
-
-def _name(index: int, source: Source) -> str:
-    row = f" (row {source.rows[index] + 1:,})" if isinstance(source, ChatSource) else ""
-    return f"sample {index:,}{row}"
 
 
 def _sizes(tokens: int, places: int, targets: int, micro_size: int) -> str:
@@ -99,8 +97,13 @@ def _decoder(config: Config) -> Decode | None:
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def _sample(batch: Batch, row: int, name: str, decode: Decode | None) -> Iterator[list[Part]]:
+def _sample(
+    batch: Batch, row: int, name: str, part: str, rows: list[int], decode: Decode | None
+) -> Iterator[list[Part]]:
+    """Yield the lines of a sample; `rows` of the dataset, if they are known: several if they are packed."""
     inputs = _named(batch.inputs)
+    packed = _POSITIONS in inputs and bool(rows)
+    name += (f" (row {rows[0] + 1:,})" if rows and not packed else "") + part
     ids = next((key for key in _IDS if _is_ids(inputs.get(key))), None)
     if ids is None or decode is None:
         yield _line(f"{name}: " + ", ".join(f"{key} {_described(value[row])}" for key, value in inputs.items()))
@@ -119,9 +122,16 @@ def _sample(batch: Batch, row: int, name: str, decode: Decode | None) -> Iterato
     if ids == _SHIFTED:  # the target of a place is the next id
         marks = torch.cat([torch.zeros(1, dtype=torch.bool), marks[:-1]])
         size = int(marks.nonzero().max()) + 1 if mask is None and marks.any() else size
-    yield _line(f"{name}: {size:,} tokens, {_num_targets(targets):,} targets, {len(values) - size:,} of padding")
-    parts = groupby(zip(values[:size].tolist(), marks[:size].tolist(), strict=True), key=lambda pair: bool(pair[1]))
-    yield [(decode([token for token, _ in group]), marked) for marked, group in parts]
+    borders = [*(inputs[_POSITIONS][row] == 0).nonzero().flatten().tolist(), len(values)] if packed else []
+    size = borders[len(rows)] if packed else size
+    how = f"{len(rows):,} packed, " if packed else ""
+    yield _line(f"{name}: {how}{size:,} tokens, {_num_targets(targets):,} targets, {len(values) - size:,} of padding")
+    for number, begin, end in zip(rows, borders, borders[1:], strict=False) if packed else [(0, 0, size)]:
+        if packed:
+            yield _line(f"row {number + 1:,}: {end - begin:,} tokens, {int(marks[begin:end].sum()):,} targets")
+        pairs = zip(values[begin:end].tolist(), marks[begin:end].tolist(), strict=True)
+        parts = groupby(pairs, key=lambda pair: bool(pair[1]))
+        yield [(decode([token for token, _ in group]), marked) for marked, group in parts]
     if ids != _SHIFTED and not torch.equal(values[marks], targets[marks]):  # some are masked
         yield _line(f"targets: {decode(targets[marks].tolist())}")
 

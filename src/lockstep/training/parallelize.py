@@ -221,7 +221,7 @@ def check_model(model: nn.Module, config: Config, plan: Plan) -> None:
     check = find_strategy(plan.strategy).hooks.check_model
     if check:
         resolved(check)(model, config)
-    for key in packed_conversations(config):
+    for key in packed_apart(config):
         refuse_packed(model, key, divided=plan.mesh.context > 1)
     spec = partition_spec(config.parallel.pipeline_parallel, plan.mesh, 0)
     if spec is not None:
@@ -230,14 +230,14 @@ def check_model(model: nn.Module, config: Config, plan: Plan) -> None:
         check_partition(model, blocks_in_line(model, repeated_blocks(model)), spec)
 
 
-def packed_conversations(config: Config) -> list[str]:
-    """Return the keys that put several conversations into a sample."""
+def packed_apart(config: Config) -> list[str]:
+    """Return the keys that put several texts into a sample, each for itself."""
     sections = {"data.train": config.data.train}
     sections |= {f"data.evaluation.{name}": section for name, section in config.data.evaluation.items()}
     return [
         f"{key}.packed"
         for key, section in sections.items()
-        if isinstance(section, HuggingFaceData) and section.packed and section.messages is not None
+        if isinstance(section, HuggingFaceData) and section.keeps_apart
     ]
 
 
