@@ -229,10 +229,11 @@ def test_whole_turns_are_cut_from_the_left_and_the_rest_is_left_out(
     limit = int(opened([{"messages": short}], text).lengths[0])
     source = opened(rows, text, max_length=limit)
     assert opened.text(source, 0) == opened.text(source, 1)
-    assert (source.rows.tolist(), source.lengths.tolist()) == ([0, 2], [limit, limit])
-    assert "4 conversations, 1 " in source.changes
-    assert source.changes in caplog.text
-    assert opened(rows, text, max_length=limit, too_long="leave-out").rows.tolist() == [2]
+    assert ([*source.rows_of(0), *source.rows_of(1)], source.lengths.tolist()) == ([0, 2], [limit, limit])
+    [changes] = source.changes
+    assert "4 conversations, 1 " in changes
+    assert changes in caplog.text
+    assert opened(rows, text, max_length=limit, too_long="leave-out").rows_of(0) == [2]
     prompt = {"prompt": [*CHAT[:3]], "completion": CHAT[3:]}
     cut = opened([prompt], text, messages="prompt", label="completion", max_length=limit)
     assert opened.targets(cut) == ["Tired.<|im_end|>"]
@@ -254,7 +255,7 @@ def test_batches_are_padded_and_rendered_once(opened: Opened, monkeypatch: pytes
     assert batch.inputs["input_ids"][0, second:].tolist() == [0] * (first - second)
     assert (batch.targets[0, second:] == -100).all()
     assert (batch.tokens, source.facts.padding, source.facts.samples) == (first + second, 0, 2)
-    monkeypatch.setattr("lockstep.data.chats._write", lambda *_: pytest.fail("rendered again"))
+    monkeypatch.setattr("lockstep.data.rendered._write", lambda *_: pytest.fail("rendered again"))
     assert opened(rows, template("chatml", marked=False)).fingerprint == source.fingerprint
 
 

@@ -49,6 +49,7 @@ IDS, CLASSES = ((SAMPLES, LENGTH), torch.int64), ((SAMPLES,), torch.int64)
 BATCHES: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[tuple[int, ...], torch.dtype]]] = {
     "causal-lm": (run_of(hf("causal-lm")), ("input_ids", "attention_mask"), IDS),
     "packed": (run_of(hf("causal-lm"), packed=True), ("input_ids",), IDS),
+    "packed, each for itself": (run_of(hf("causal-lm"), packed="whole"), ("input_ids", "position_ids"), IDS),
     "masked-lm": (run_of(hf("masked-lm")), ("input_ids", "attention_mask"), IDS),
     "seq2seq": (run_of(hf("seq2seq", T5), label="target"), ("input_ids", "attention_mask"), IDS),
     "classes": (

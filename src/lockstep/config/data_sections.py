@@ -115,7 +115,7 @@ class HuggingFaceData(Section):
 
     @property
     def keeps_apart(self) -> bool:
-        """Whether samples are several texts in a row, each for itself."""
+        """True if samples are several texts in a row, each for itself."""
         return bool(self.packed) and (self.packed == "whole" or self.messages is not None or self.label is not None)
 
     def _contradictions(self) -> Iterator[str]:

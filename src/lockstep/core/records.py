@@ -104,6 +104,11 @@ class DataFacts:
     pairs: bool = False
     tokens: int | None = None
 
+    @property
+    def mean_tokens(self) -> float | None:
+        """Mean tokens of a sample; None if they aren't known."""
+        return self.tokens_per_sample if self.tokens is None else self.tokens / self.samples
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:

@@ -147,12 +147,12 @@ class RenderedSource:
         self._padding = tokenizer.pad_token_id
         self._aligned = aligned
         self._packing = pack(self._offsets, section.max_length) if section.packed else None
-        samples, told = len(self._rows), [_changes(facts, section)]
+        samples, notes = len(self._rows), [_changes(facts, section)]
         if self._packing:
             self.fingerprint = windows.fingerprint("packed", self.fingerprint, section.max_length)
             samples, filled = self._packing.samples, 1 - self._packing.padding
-            told.append(f"{len(self._rows):,} {_noun(section)} packed into {samples:,} samples, {filled:.1%} filled")
-        self.changes = [line for line in told if line]
+            notes.append(f"{len(self._rows):,} {_noun(section)} packed into {samples:,} samples, {filled:.1%} filled")
+        self.changes = [note for note in notes if note]
         pairs, sizes = section.rejected is not None, {"vocabulary": len(tokenizer), "tokens": int(self.lengths.sum())}
         self._per_sample = 2 if pairs else 1
         self.facts = DataFacts(samples, None, classes=classes, padding=self._padding, pairs=pairs, **sizes)

@@ -121,10 +121,7 @@ def make_plan(
     steps = horizon(config.run, batch.global_size, facts, config.data.drop_last)
     epochs, rest = divmod(steps or 0, epoch_steps)
     samples = None if steps is None else epochs * epoch_samples + rest * batch.global_size
-    per_sample: float | None = facts.tokens_per_sample
-    if per_sample is None and facts.tokens is not None:
-        per_sample = facts.tokens / facts.samples
-    total = sum(parameter.elements for parameter in parameters)
+    per_sample, total = facts.mean_tokens, sum(parameter.elements for parameter in parameters)
     trainable = sum(parameter.elements for parameter in parameters if parameter.trainable)
     check_features(FeatureRequest(config, layout, batch, total - trainable), machine.device)
     plan = Plan(
