@@ -49,6 +49,7 @@ def stepped(parts: dict[str, Tensor], grads: list[dict[str, Tensor]], shards: Ro
             named[name].grad = gradient.clone()
         adam.update(1e-2, 2.0, True)
     states: Any = adam.state_dict()["parameters"]
+    assert {float(state["step"]) for state in states.values()} == {len(grads)}, "a rank without elements counts, too"
     return {name: [named[name].detach(), states[name]["exp_avg"], states[name]["exp_avg_sq"]] for name in named}
 
 

@@ -72,7 +72,7 @@ class RoundedAdam(Optimizer):
         for group in self._torch.param_groups:
             group["lr"] = rate * group["lr_scale"]
             for parameter, grad in zip(group["params"], take_gradients(group["params"]), strict=True):
-                if grad is not None and keep is not False and parameter.numel():
+                if grad is not None and keep is not False:
                     self._step(group, parameter, grad, divisor, keep)
 
     def _step(
@@ -148,6 +148,8 @@ def _chunks(
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
     """Yield the places of elements in the whole parameter, int32, and the parts of tensors that are there."""
     first = tensors[0]
+    if not first.numel():  # other ranks have all of it
+        return
     rows = max(1, _CHUNK * len(first) // first.numel()) if first.ndim else 1
     parts = zip(*(tensor.split(rows) for tensor in tensors), strict=True) if first.ndim else iter([tensors])
     for number, part in enumerate(parts):
