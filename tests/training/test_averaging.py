@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,37 @@ def test_an_average_without_values_begins_where_a_run_resumes(tmp_path: Path) ->
     found = in_world(1, _attempts, runs)[0]
     assert found[1] == found[3]
     assert found[1][0] == 3
+
+
+def _thawed(run: dict[str, Any], folder: str, frozen: list[str]) -> list[Weights]:
+    """The weights, and the average, after a step that follows steps with frozen parameters."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        _attempt({**run, "model": {**run["model"], "freeze": frozen}}, folder, 3)
+        with lockstep.session(run) as session:
+            session.checkpoints(folder, accept_changes=True)
+            found = [weights(session)]
+            next(iter(session))
+            found.append(weights(session))
+            with evaluation_weights(session):
+                return [*found, weights(session)]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("frozen", ["embedding.*", "norm.*"])
+def test_parameters_that_were_frozen_begin_their_average_where_a_run_resumes(frozen: str, tmp_path: Path) -> None:
+    run = averaged({"decay": 0.5}, run={"steps": 6})
+    run["optim"] |= {"name": "sgd", "momentum": 0.0}  # without state, which others lack for these parameters
+    before, after, average = in_world(1, _thawed, run, str(tmp_path / "run"), [frozen])[0]
+    names = [name for name in before if fnmatchcase(name, frozen)]
+    assert names
+    assert not any(torch.equal(before[name], after[name]) for name in names)
+    assert all(torch.allclose(average[name], (before[name] + after[name]) / 2) for name in names)
+    key = "blocks.0.query.weight" if "blocks.0.query.weight" in before else "blocks.0.attention.query.weight"
+    assert not torch.allclose(average[key], (before[key] + after[key]) / 2)
 
 
 def test_a_run_leaves_and_exports_its_average(tmp_path: Path) -> None:

@@ -83,12 +83,15 @@ class AveragedOptimizer(Optimizer):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state; without an average in it, one begins with the next update."""
+        """Load the state; the model has its weights.
+
+        Without an average in it, one begins with the next update; those of parameters that were frozen begin now.
+        """
         self._optimizer.load_state_dict(state)
-        self._updates = start = self._section.start
-        for name, average in zip(self._names, self._averages, strict=True):
-            saved = state["parameters"].get(name, {})
-            updates = saved.get(AVERAGED_UPDATES, start)
-            self._updates = updates if AVERAGE in saved else min(updates, start)
-            if AVERAGE in saved:
-                average.copy_(local_tensor(saved[AVERAGE]))
+        start, entries = self._section.start, [state["parameters"].get(name, {}) for name in self._names]
+        updates = max((saved.get(AVERAGED_UPDATES, 0) for saved in entries if AVERAGE in saved), default=None)
+        if updates is None:
+            updates = min([start, *(saved.get(AVERAGED_UPDATES, start) for saved in entries)])
+        self._updates = updates
+        for average, weight, saved in zip(self._averages, self._weights, entries, strict=True):
+            average.copy_(local_tensor(saved.get(AVERAGE, weight)))
