@@ -60,6 +60,36 @@ def test_auto_takes_what_fits_and_states_the_reason(memory, sections, strategy, 
     assert f"auto took {strategy}: {why}" in describe(planned)
 
 
+def test_auto_takes_nothing_that_the_run_refuses():
+    int8 = {"kind": "transformer", "adapter": {"kind": "lora"}, "quantization": {"kind": "int8"}}
+    planned = make_plan(config(model=int8), 2, FACTS, PARAMETERS, Machine(memory=600))
+    assert planned.strategy == "ddp"
+    assert gives(planned.why, "600 B", "int8 base", "fsdp")
+    assert {row.strategy for row in planned.placements} == {"single", "ddp"}
+
+
+@pytest.mark.parametrize(
+    ("ema", "values"),
+    [
+        ({"decay": 0.999}, ["90%", "step 0", "0.9772"]),  # of 100 steps
+        ({"decay": 0.9, "every": 200}, ["100%", "step 0", "0.1"]),
+        ({"start": 100}, ["optim.ema.start 100", "100 steps"]),
+    ],
+)
+def test_an_average_that_stays_near_its_start_is_warned_about(ema, values):
+    [warning] = plan(optim={"ema": ema}, run={"steps": 100}).warnings
+    assert gives(warning, *values)
+    assert plan(optim={"ema": {"decay": 0.95}}, run={"steps": 100}).warnings == ()
+
+
+def test_strategies_that_the_run_refuses_are_not_counted():
+    planned = plan(2, precision={"parameters": "bf16"})
+    assert {row.strategy for row in planned.placements} == {"single", "ddp", "fsdp", "fsdp-grad-op", "fsdp-no-shard"}
+    in_backward = config(optim={"in_backward": True, "clip_norm": None})
+    [warning] = make_plan(in_backward, 1, FACTS, PARAMETERS, Machine(memory=100)).warnings
+    assert gives(warning, "648 B", "100 B")
+
+
 def test_auto_leaves_out_what_refuses_the_optimizer():
     asked = config(optim={"name": "muon"}, parallel={"tensor": 2})
     choice = choose_strategy(asked, 4, PARAMETERS, memory=300)
@@ -152,8 +182,9 @@ def test_bytes_per_rank_count_no_state_for_frozen_parameters(optim, state):
         whole = 4 * 4 if optim["name"] == "adafactor" else 0  # the factor of columns
         assert row.optimizer == (state - whole + masters) / of_state + whole
         assert row.total == row.parameters + row.gradients + row.optimizer
-    assert {row.strategy for row in planned.placements} == {
-        "single", "dp", "ddp", "fsdp", "fsdp-grad-op", "fsdp-no-shard", "zero0", "zero1", "zero2", "zero3",
+    zero = set() if optim["name"] in ("muon", "adafactor") else {"zero1", "zero2", "zero3"}  # refused there
+    assert {row.strategy for row in planned.placements} == zero | {
+        "single", "dp", "ddp", "fsdp", "fsdp-grad-op", "fsdp-no-shard", "zero0",
     }  # fmt: skip
     assert planned.placement.strategy == "ddp"
 

@@ -10,7 +10,8 @@ from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.formatting import size
 from lockstep.core.records import ParameterFacts
-from lockstep.plan.features import cell
+from lockstep.plan.batch import plan_batch
+from lockstep.plan.features import FeatureRequest, refusal
 from lockstep.plan.placement import State, partial_sums, placements
 from lockstep.strategies.record import Strategy
 from lockstep.strategies.registry import AUTO, REFERENCE, find_strategy, layout_of, strategies
@@ -84,11 +85,13 @@ def _automatic(config: Config, ranks: int, parameters: Sequence[ParameterFacts],
     takes = f"the training state takes {size(whole)} of the {size(memory)} that a rank has"
     if whole <= SHARE_OF_STATE * memory:
         return Choice(first, takes)
+    batch = plan_batch(config.batch.global_size, config.batch.micro_size, ranks)
+    frozen = sum(each.elements for each in parameters if not each.trainable)
     for strategy in others:
-        refusal = cell(layout_of(config.parallel, strategy), config.optim.name).why
-        if not refusal:
+        why = refusal(FeatureRequest(config, layout_of(config.parallel, strategy), batch, frozen))
+        if why is None:
             return Choice(strategy, takes)
-        takes += f", but {config.optim.name} doesn't go with {strategy.name}: {refusal}"
+        takes += f", but {why}"
     return Choice(first, takes)
 
 

@@ -142,6 +142,14 @@ def cell(layout: RunLayout, feature: str) -> Cell:
     return min(cells, key=lambda each: _WORST_FIRST.index(each.standing))
 
 
+def refusal(run: FeatureRequest) -> str | None:
+    """Return the first feature of a run that its layout refuses, and why; None: it refuses none."""
+    for feature in FEATURES:
+        if feature.requested(run) and (state := cell(run.layout, feature.name)).standing == "refused":
+            return f"{feature.name} doesn't go with {run.layout.name}: {state.why}"
+    return None
+
+
 def check_features(run: FeatureRequest, device: str | None = None) -> None:
     """Refuse features that don't work together on a device (None: the config's `launch.device`).
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.config.schema import Config, Parallel, PipelineParallel, Schedule, TensorParallelOptions
+from lockstep.config.schema import Config, Parallel, PipelineParallel, Schedule, TensorParallelOptions, WeightAverage
 from lockstep.core import formatting
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.plan.batch import BatchPlan, nearest_even_sizes, plan_batch
 from lockstep.plan.choosing import ONE_RANK, SHARE_OF_STATE, Decision, choose_strategy, state_of
-from lockstep.plan.features import FeatureRequest, check_features
+from lockstep.plan.features import FeatureRequest, check_features, refusal
 from lockstep.plan.mesh import AXES, Mesh, mesh_of
 from lockstep.plan.modules import ModuleParameters, describe_modules, parameters_by_module
 from lockstep.plan.optimizers import Grouping, group_parameters
@@ -23,8 +23,10 @@ from lockstep.plan.refusals import changed_options, refuse_for_partitions, refus
 from lockstep.plan.schedule import epoch_length, horizon
 from lockstep.plan.stages import bubble, stages_of
 from lockstep.strategies.record import RunLayout, Strategy, resolved
-from lockstep.strategies.registry import layout_of, strategies
+from lockstep.strategies.registry import layout_of, layouts, strategies
 
+_LEFT_OF_START = 0.1
+"""Share of the first weights in an average; a larger one is warned about."""
 _LONG_WAIT = 0.2
 """Fraction of the time; a larger pipeline bubble is warned about."""
 _UNKNOWN = "unknown in advance"
@@ -123,7 +125,10 @@ def make_plan(
     samples = None if steps is None else epochs * epoch_samples + rest * batch.global_size
     per_sample, total = facts.mean_tokens, sum(parameter.elements for parameter in parameters)
     trainable = sum(parameter.elements for parameter in parameters if parameter.trainable)
-    check_features(FeatureRequest(config, layout, batch, total - trainable), machine.device)
+    request = FeatureRequest(config, layout, batch, total - trainable)
+    check_features(request, machine.device)
+    rows = placements(state_of(config, ranks, held), ranks, layout, mesh)
+    possible = [name for name, other in layouts().items() if refusal(replace(request, layout=other)) is None]
     plan = Plan(
         ranks=ranks,
         strategy=strategy.name,
@@ -142,7 +147,7 @@ def make_plan(
         frozen=total - trainable,
         modules=parameters_by_module(parameters),
         groups=group_parameters(parameters, config.optim),
-        placements=placements(state_of(config, ranks, held), ranks, layout, mesh),
+        placements=tuple(row for row in rows if row.strategy in (layout.name, *possible)),
         sent=sent_bytes(config, layout, parameters, mesh, batch),
         bubble=_waits(config.parallel.pipeline_parallel, mesh, batch),
         warnings=(),
@@ -150,6 +155,7 @@ def make_plan(
     warnings = (
         *_batch_warnings(batch, facts),
         *_schedule_warnings(config.schedule, steps),
+        *_average_warnings(config.optim.ema, steps),
         *_idle(config.parallel, strategy, mesh),
         *_bubble(config.parallel.pipeline_parallel, plan.bubble, mesh, batch),
         *_undecided(plan, machine.undecided),
@@ -206,12 +212,14 @@ def _too_large(plan: Plan, memory: int | None) -> Iterator[str]:
     if memory is None or plan.placement.total <= memory:
         return
     first, *_, last = (strategy for strategy in strategies() if strategy.combines.automatic)
-    whole = next(row.total for row in plan.placements if row.strategy == first.variants[0].name)
-    ranks = math.ceil(whole / (SHARE_OF_STATE * memory))
-    start = f"start {ranks:,} ranks under {last.name}"
-    remedy = start if ranks > plan.ranks else f"set parallel.strategy: {last.name}"
+    rows = {row.strategy: row.total for row in plan.placements}
+    remedy = ""
+    if last.variants[0].name in rows and (whole := rows.get(first.variants[0].name)) is not None:
+        ranks = math.ceil(whole / (SHARE_OF_STATE * memory))
+        start = f"start {ranks:,} ranks under {last.name}"
+        remedy = f" To train it, {start if ranks > plan.ranks else f'set parallel.strategy: {last.name}'}."
     takes, has = formatting.size(plan.placement.total), formatting.size(memory)
-    yield f"The training state takes {takes} of the {has} of a rank: it doesn't fit. To train it, {remedy}."
+    yield f"The training state takes {takes} of the {has} of a rank: it doesn't fit.{remedy}"
 
 
 def _batch_warnings(batch: BatchPlan, facts: DataFacts) -> Iterator[str]:
@@ -242,6 +250,21 @@ def _schedule_warnings(schedule: Schedule, steps: int | None) -> Iterator[str]:
         yield (
             f"schedule.warmup_steps {warmup:,} reaches into the last {schedule.decay_ratio:.0%} of {steps:,} steps, "
             f"where the learning rate decays: it never reaches its peak."
+        )
+
+
+def _average_warnings(section: WeightAverage | None, steps: int | None) -> Iterator[str]:
+    if section is None or steps is None:
+        return
+    if section.start >= steps:
+        yield f"optim.ema.start {section.start:,} is not less than the {steps:,} steps of the run: there is no average."
+        return
+    moves = (steps - section.start) // section.every
+    if (left := section.decay**moves) > _LEFT_OF_START:
+        decay = _LEFT_OF_START ** (1 / max(moves, 1))
+        yield (
+            f"optim.ema: {left:.0%} of the average at the end are the weights after step {section.start:,}, which "
+            f"evaluations and exports then use; set a smaller decay, such as {decay:.4g}."
         )
 
 
