@@ -242,6 +242,18 @@ def test_an_adapter_is_continued(trained: Path, base: Path, tmp_path: Path) -> N
     assert torch.equal(continued, logits(of_peft(base, trained / "model")))
 
 
+def test_an_adapter_that_has_changed_its_base_is_not_continued(base: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights="pissa")
+    get_peft_model(llama(), lora).save_pretrained(tmp_path / "pissa")
+    run = of_llama(base, tmp_path)
+    run["model"]["init_from"] = str(tmp_path / "pissa")
+    with pytest.raises(ConfigError) as refused, lockstep.session(run):
+        pass
+    assert gives(str(refused.value), "model.init_from", "pissa", "init_lora_weights", "pissa")
+
+
 def test_an_adapter_is_not_the_base(trained: Path) -> None:
     from peft import LoraConfig, get_peft_model
 

@@ -38,8 +38,13 @@ PARTIAL = "set model.init_partial: true to initialize missing tensors, and tenso
 _COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
 _PARALLEL = "module."
 _SHOWN = 6
-_UNSHAPED = ("lora_alpha", "use_rslora", "use_dora", "alpha_pattern", "fan_in_fan_out", "feedforward_modules")
+_UNSHAPED = (
+    "lora_alpha", "use_rslora", "use_dora", "alpha_pattern", "fan_in_fan_out", "feedforward_modules", "use_qalora",
+    "use_bdlora", "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config", "velora_config",
+)  # fmt: skip
 """Keys of peft that change what an adapter computes, and no shape."""
+_BASE_KEPT = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Values of peft's `init_lora_weights` that leave the base as it is."""
 _LEAST_BYTES = 2  # of a number that isn't quantized
 DEQUANTIZE = "dequantize it where it was made (transformers: `model.dequantize()`), and save it in bf16"
 
@@ -73,6 +78,9 @@ def _refuse_other_function(adapter: Adapter, place: Path) -> None:
         saved = json.loads(place.with_name(ADAPTER_CONFIG).read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{place} needs its {ADAPTER_CONFIG} beside it: {error}") from error
+    if (initial := saved.get("init_lora_weights")) not in _BASE_KEPT:
+        remedy = "convert it by peft: save_pretrained(FOLDER, path_initial_model_for_weight_conversion=...)"
+        raise ConfigError(f"{place} was begun with init_lora_weights {initial}, which changes the base; {remedy}")
     for key in _UNSHAPED:
         then, now = (sorted(each) if isinstance(each, list) else each for each in (saved.get(key), own.get(key)))
         if (then or None) != (now or None):
