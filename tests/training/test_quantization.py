@@ -19,6 +19,7 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.core.errors import ConfigError
 from lockstep.training.exporting import ExportArguments, export
+from lockstep.training.finished_run import generate_text
 from lockstep.training.session import components_of
 
 pytest.importorskip("bitsandbytes")
@@ -159,6 +160,28 @@ def test_an_evaluated_run_trains_on_and_exports(kind: str, base: Path, tmp_path:
     code = main(["eval", str(folder), "--json"])
     assert code == 0
     assert evaluated > 0
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_text_is_generated_beside_the_values_that_were_trained_beside(
+    kind: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bitsandbytes.functional as functional
+
+    lockstep.train(quantized(kind, of_llama(base, tmp_path / "run")))
+    used: list[Any] = []
+    monkeypatch.setattr("lockstep.training.text.continuations", lambda codec, model, *_: used.append(model))
+    trust = {"trust_remote_code": False, "trust_run": True}
+    generate_text(tmp_path / "run", ["def "], 4, (0.0, None, 1.0, 0), chat=False, tokenizer=None, **trust)
+    for name in ("q_proj", "o_proj"):
+        layer = by_hand(base, kind).get_base_model().model.layers[1].self_attn.get_submodule(name).base_layer
+        if kind == "nf4":
+            expected = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        else:
+            expected = functional.int8_vectorwise_dequant(layer.weight.data, layer.weight.SCB)
+        found = used[0].model.layers[1].self_attn.get_submodule(name)
+        assert torch.allclose(found.base_layer.weight, expected.float(), atol=1e-6)
+        assert found.lora_B["default"].weight.any()
 
 
 def test_the_plan_counts_half_a_byte_a_weight(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.schema import HuggingFaceModel, LoraAdapter, Model
-from lockstep.core.adapters import Adapter, adapter_of, set_adapter
+from lockstep.core.adapters import Adapter, adapter_of, quantized_of, set_adapter
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.formatting import listed
@@ -176,10 +176,14 @@ def _multiplied(layer: Any, inputs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def round_weights(model: nn.Module, kind: str, dtype: torch.dtype) -> None:
-    """Give a base that was quantized from weights of a dtype the values that its adapter was trained beside."""
+    """Give a base that was quantized from weights of a dtype the values that its adapter was trained beside.
+
+    Args:
+        model: The base, with the adapter or without.
+    """
     functional = _bitsandbytes().functional
-    for name in _linear_layers(model):
-        weight = model.get_parameter(f"{name}.weight")
+    for name in quantized_of(model) or [f"{layer}.weight" for layer in _linear_layers(model)]:
+        weight = model.get_parameter(name)
         if kind == "nf4":
             packed = functional.quantize_4bit(weight.to(dtype), quant_type="nf4", compress_statistics=True)
             rounded = functional.dequantize_4bit(*packed)
@@ -257,16 +261,11 @@ def _record(model: nn.Module, wrapper: Any, before: Mapping[str, Tensor]) -> Non
     if changing := [name for name in tensors if name.endswith(".running_mean") and name not in files]:
         why = f"{listed(changing, _SHOWN)} changes in training, and isn't in peft's format unless its module is named"
         raise ConfigError(Problem("", "model.adapter.modules_to_save", why))
-    config = {key: sorted(value) if isinstance(value, set) else value for key, value in _plain_config(wrapper).items()}
+    config = {**wrapper.peft_config[adapter_name].to_dict(), "inference_mode": True}  # as `save_pretrained` writes it
+    config = {key: value.value if isinstance(value, Enum) else value for key, value in config.items()}
+    config = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
     frozen = frozenset(name for name in held.values() if name not in files)
     set_adapter(model, Adapter(config, files, base, frozen))
-
-
-def _plain_config(wrapper: Any) -> dict[str, Any]:
-    """Return what `save_pretrained` writes."""
-    config: dict[str, Any] = wrapper.peft_config[wrapper.active_adapter].to_dict()
-    plain = {key: value.value if isinstance(value, Enum) else value for key, value in config.items()}
-    return {**plain, "inference_mode": True}
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -62,6 +62,13 @@ def quantize_base(model: nn.Module, config: Config, device: torch.device) -> nn.
     return quantize(model, config.model.quantization.kind, compute, device)
 
 
+def dequantized(model: nn.Module, config: Config) -> nn.Module:
+    """Return a model whose base has the values of the run's quantized one, in place; without quantization, as it is."""
+    if config.model.quantization is not None:
+        round_weights(model, config.model.quantization.kind, _dtype(config, None) or torch.float32)
+    return model
+
+
 def _dtype(config: Config, device: torch.device | None) -> torch.dtype | None:
     """Return the dtype that frozen parameters are converted to; None: they stay as they are."""
     precision, strategy = config.precision, config.parallel.strategy
@@ -147,13 +154,8 @@ def merged(config: Config, adapter: Adapter, tensors: Mapping[str, Tensor], give
     if config.model.kind == "given":
         why = "--merge builds the base from the config, and this one was passed in Python; export without it, then use "
         raise ConfigError(f"{why}PeftModel.from_pretrained(model, FOLDER).merge_and_unload()")
-    quantization, dtype = config.model.quantization, _dtype(config, None) or torch.float32
-    config = config.with_values(model=PLAIN)
-    if _continues(config.model):
-        config = config.with_values(model={"init_from": None})
-    base = make_model(config, facts_of_data(config, given), given)
-    if quantization is not None:
-        round_weights(base, quantization.kind, dtype)
+    plain = config.with_values(model={**PLAIN, **({"init_from": None} if _continues(config.model) else {})})
+    base = dequantized(make_model(plain, facts_of_data(plain, given), given), config)
     with tempfile.TemporaryDirectory(prefix="lockstep-merge-") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of its libraries about each other
         save_adapter(adapter, tensors, Path(folder))

@@ -17,6 +17,7 @@ from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.local import launch
 from lockstep.strategies.registry import AUTO, find_strategy
+from lockstep.training.adapters import dequantized
 from lockstep.training.ahead import imports_ahead
 from lockstep.training.components import Purpose
 from lockstep.training.job import opened
@@ -130,7 +131,7 @@ def generate_text(
         meta = build_meta_model(config.model, facts, config.run.seed, trust_remote_code=trust_remote_code)
     if meta is not None:  # without a draw of values that the weights replace
         meta.allocate(torch.device("cpu"))
-    model = (make_model(config, facts, given) if meta is None else meta.model).eval()
+    model = dequantized(make_model(config, facts, given) if meta is None else meta.model, config).eval()
     load_weights(model, run)
     return continuations(codec, model, ids, tokens, facts, Sampling(*sampling))
 
