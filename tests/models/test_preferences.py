@@ -16,8 +16,8 @@ from kit.failures import fails
 from torch.nn import functional as F
 
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.core.records import Batch
-from lockstep.models.objectives import IGNORED, TargetLoss
+from lockstep.core.records import IGNORED, Batch
+from lockstep.models.objectives import TargetLoss
 from lockstep.models.preferences import DistillLoss, PairLoss, unlogged
 
 BETA, MARGIN, SMOOTHING = 0.3, 0.7, 0.1

@@ -7,7 +7,8 @@ import torch
 from kit.worlds import in_world
 from torch import distributed as dist
 
-from lockstep.models.objectives import IGNORED, cross_entropy_sum
+from lockstep.core.records import IGNORED
+from lockstep.models.objectives import cross_entropy_sum
 
 
 def _sharded_loss(vocabulary: int, smoothing: float) -> tuple[float, list[float]]:

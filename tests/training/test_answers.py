@@ -120,6 +120,18 @@ def test_ranks_with_unequal_numbers_have_the_same_metrics(
         assert metrics["rougeL_fmeasure"] == pytest.approx(oracle[0]["rougeL_fmeasure"], rel=1e-6)
 
 
+def test_samples_without_a_prompt_are_not_answered(oracle: tuple[dict[str, float], list[str]], tmp_path: Path) -> None:
+    settings = config(tmp_path, strategy="fsdp")
+    held_out = {**settings["data"]["evaluation"]["held-out"], "name": str(tmp_path / "more.jsonl")}
+    rows = (tmp_path / "rows.jsonl").read_text().splitlines()
+    rows.insert(3, json.dumps({"text": "", "label": "b"}))
+    (tmp_path / "more.jsonl").write_text("\n".join([*rows, json.dumps({"text": "", "label": "c"})]))
+    settings["data"]["evaluation"] = {"held-out": held_out}
+    for metrics, _ in in_world(2, _evaluated, settings):
+        assert metrics["rougeL_fmeasure"] == pytest.approx(oracle[0]["rougeL_fmeasure"], rel=1e-6)
+        assert metrics["exact_match"] == oracle[0]["exact_match"]
+
+
 def test_an_encoder_and_decoder_answers(tmp_path: Path) -> None:
     [(metrics, answers)] = in_world(1, _evaluated, config(tmp_path, 40, task="seq2seq", strategy="single"))
     _checked(metrics, answers)

@@ -14,6 +14,8 @@ Inputs = Mapping[str, Any] | tuple[Any, ...]
 
 TARGETS = ("labels", "label", "targets", "target")
 """The names of targets, in items of a dataset and among the parameters of a forward."""
+IGNORED = -100
+"""The target of positions that aren't trained, such as padding or a prompt."""
 LANGUAGE_MODEL = "language-model"
 """The task of Lockstep's language models, beside those of transformers models."""
 

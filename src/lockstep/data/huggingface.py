@@ -36,7 +36,7 @@ from lockstep.core.cache_files import cache_folder
 from lockstep.core.errors import ConfigError, UnusableSamples
 from lockstep.core.hub import at_revision
 from lockstep.core.protocols import Source
-from lockstep.core.records import LANGUAGE_MODEL, Batch, DataFacts
+from lockstep.core.records import IGNORED, LANGUAGE_MODEL, Batch, DataFacts
 from lockstep.data import noise, windows
 from lockstep.data.bad_samples import read_or_explain
 from lockstep.data.chats import open_chats
@@ -53,7 +53,7 @@ from lockstep.data.hub import (
 )
 from lockstep.data.order import Indices
 from lockstep.data.prepare import plain_tokenizer, texts_of, write_splits
-from lockstep.data.rendered import IGNORED, Rendered, RenderedSource, following, open_rendered, padded_batch
+from lockstep.data.rendered import Rendered, RenderedSource, following, open_rendered, padded_batch
 from lockstep.data.tokens import cached_folder, open_tokens
 
 _LOG = logging.getLogger("lockstep.data")

@@ -24,12 +24,11 @@ from numpy.typing import NDArray
 
 from lockstep.config.schema import HuggingFaceData
 from lockstep.core.errors import ConfigError
-from lockstep.core.records import Batch, DataFacts
+from lockstep.core.records import IGNORED, Batch, DataFacts
 from lockstep.data import windows
 from lockstep.data.order import Indices
 from lockstep.data.tokens import Packing, cached_folder, pack
 
-IGNORED = -100
 _AT_ONCE = 1000  # rows
 _log = logging.getLogger("lockstep.data")
 

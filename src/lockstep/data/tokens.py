@@ -33,7 +33,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.core.files import MAX_JSON_BYTES, naming, read_bounded, write_atomically
 from lockstep.core.formatting import size as size_text
 from lockstep.core.protocols import Source
-from lockstep.core.records import Batch, DataFacts
+from lockstep.core.records import IGNORED, Batch, DataFacts
 from lockstep.data import windows
 from lockstep.data.order import Indices
 from lockstep.stores.addresses import is_address
@@ -43,7 +43,6 @@ from lockstep.stores.buckets import open_store
 Integers = NDArray[np.int64]
 FORMAT = 1
 _PREPARE = "write it with `lockstep data prepare`"
-_IGNORED = -100
 _RETRY_SECONDS = 60.0
 _RANGE_BYTES = 2**24
 _THREADS = 4
@@ -228,7 +227,7 @@ class WholeDocuments:
         has_text = np.arange(self._length) < filled[:, None]
         inputs = np.full(has_text.shape, self._end, dtype=np.int64)
         inputs[has_text] = text
-        targets = np.full(has_text.shape, _IGNORED, dtype=np.int64)
+        targets = np.full(has_text.shape, IGNORED, dtype=np.int64)
         targets[has_text] = self._targets(text, ends - lengths, ends)
         name = "input_ids" if self._aligned else "tokens"
         return Batch({name: torch.from_numpy(inputs)}, torch.from_numpy(targets), len(indices), int(ends[-1]))
@@ -236,10 +235,10 @@ class WholeDocuments:
     def _targets(self, text: windows.Tokens, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
         targets: NDArray[np.int64] = text.astype(np.int64)
         if self._aligned:
-            targets[starts] = _IGNORED  # after the shift, the target of the previous piece's last token
+            targets[starts] = IGNORED  # after the shift, the target of the previous piece's last token
             return targets
         targets[:-1] = targets[1:]
-        targets[ends - 1] = _IGNORED
+        targets[ends - 1] = IGNORED
         return targets
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
 from lockstep.core.protocols import Observe, unobserved
-from lockstep.core.records import Batch
+from lockstep.core.records import IGNORED, Batch
 from lockstep.distributed.forward_mode import SequencePartition, current_sequences, padded_length, positions_of
 from lockstep.engine.dry_run import (
     dry_run,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from lockstep.transforms.context_parallel import ContextParallel
 
 _KEY = "parallel.context"
-_NO_TARGET = -100
 _CHECKED = 16  # positions for each rank that the check computes
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # relative
 
@@ -82,12 +81,12 @@ class SequenceDivider:
         if self.attention.takes_positions and isinstance(own_inputs, dict) and "position_ids" not in own_inputs:
             rule = self.rule or _by_row
             own_inputs["position_ids"] = rule(real, targets)[:, division.positions]
-        own_targets = targets[:, division.positions].masked_fill(own >= length, _NO_TARGET)
+        own_targets = targets[:, division.positions].masked_fill(own >= length, IGNORED)
         return replace(batch, inputs=own_inputs, targets=own_targets)
 
     def _hides_nothing(self, real: Tensor, targets: Tensor) -> bool:
         """Return whether causal attention needs no mask: padding comes last, and has no targets."""
-        from_padding = (targets != _NO_TARGET) & ~real[:, : targets.shape[1]]
+        from_padding = (targets != IGNORED) & ~real[:, : targets.shape[1]]
         if bool((real[:, 1:] <= real[:, :-1]).all()):
             return not bool(from_padding.any())
         if self.rule is not None and not bool(from_padding.any()):
@@ -156,7 +155,7 @@ def _padded_before(batch: Batch) -> Batch | None:
     changed = mask.clone()
     changed[::2] *= changed[::2].cumsum(1) > number
     assert not isinstance(batch.inputs, tuple)
-    nothing = torch.full_like(batch.targets, _NO_TARGET)
+    nothing = torch.full_like(batch.targets, IGNORED)
     return replace(batch, inputs={**batch.inputs, "attention_mask": changed}, targets=nothing)
 
 

@@ -44,7 +44,7 @@ class NodeProcess:
                 cwd=folder,
                 env=variables,
                 start_new_session=True,
-                preexec_fn=_end_with_actor,
+                preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # it ends with the actor
             )
         except OSError as error:
             return f"{error.filename} can't be started or entered: {error.strerror}"
@@ -64,7 +64,3 @@ class NodeProcess:
         """Send the launcher a signal; SIGKILL ends all that it has started, too."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number) if number == signal.SIGKILL else self._process.send_signal(number)
-
-
-def _end_with_actor() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

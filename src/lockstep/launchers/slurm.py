@@ -197,7 +197,7 @@ def _script(command: JobCommand, options: SlurmOptions, directory: Path) -> str:
         *options.setup,
         "set -u",  # not for the lines of the user: scripts that activate an environment read variables without a value
         *_command(command, options),
-        *_meeting(options),
+        *([_MEETING] if options.nodes > 1 else []),
         *_srun(command, options, directory),
         *_ending(command, options),
     ]
@@ -262,12 +262,6 @@ def _command(command: JobCommand, options: SlurmOptions) -> Iterator[str]:
         yield "case $SLURM_ARRAY_TASK_ID in"
         yield from (f"{number}) command+=({bash_array(words)}) ;;" for number, words in enumerate(command.sweep))
         yield "esac"
-
-
-def _meeting(options: SlurmOptions) -> Iterator[str]:
-    """Yield the lines that let launchers on several nodes find each other."""
-    if options.nodes > 1:
-        yield _MEETING
 
 
 def _srun(command: JobCommand, options: SlurmOptions, directory: Path) -> Iterator[str]:

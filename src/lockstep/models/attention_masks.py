@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import ConfigError, Problem
@@ -100,24 +99,12 @@ def masks_of_host(*, removed: bool, packed: bool) -> Iterator[None]:
     is_tracing, find = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
     warn = PreTrainedModel.warn_if_padding_and_no_attention_mask
     if removed:
-        masking_utils.is_tracing = _values_unknown
-        PreTrainedModel.warn_if_padding_and_no_attention_mask = _nothing
+        masking_utils.is_tracing = lambda *_, **__: True  # as if values were unknown
+        PreTrainedModel.warn_if_padding_and_no_attention_mask = lambda *_, **__: None
     if not packed:
-        masking_utils.find_packed_sequence_indices = _one_sequence
+        masking_utils.find_packed_sequence_indices = lambda *_, **__: None
     try:
         yield
     finally:
         masking_utils.is_tracing, masking_utils.find_packed_sequence_indices = is_tracing, find
         PreTrainedModel.warn_if_padding_and_no_attention_mask = warn
-
-
-def _values_unknown(tensor: object = None) -> bool:
-    return True
-
-
-def _one_sequence(position_ids: torch.Tensor) -> None:
-    return None
-
-
-def _nothing(model: object, input_ids: object, attention_mask: object) -> None:
-    return None

@@ -15,8 +15,9 @@ from lockstep.config.training_sections import PAIRS
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.formatting import listed
 from lockstep.core.protocols import EvaluatedObjective, Objective
+from lockstep.core.records import IGNORED
 from lockstep.models.heads import Head
-from lockstep.models.objectives import IGNORED, ClassifierLoss, ModelLoss, SpanLoss, TargetLoss
+from lockstep.models.objectives import ClassifierLoss, ModelLoss, SpanLoss, TargetLoss
 from lockstep.models.preferences import DistillLoss, Log, PairLoss, unlogged
 from lockstep.models.torch_losses import TorchLoss, construct_objective, loss_module
 from lockstep.plan.batch import smallest_micro_batch

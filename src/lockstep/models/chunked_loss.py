@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.protocols import EvaluatedObjective
-from lockstep.core.records import Batch
-from lockstep.models.objectives import IGNORED, TargetLoss
+from lockstep.core.records import IGNORED, Batch
+from lockstep.models.objectives import TargetLoss
 from lockstep.models.outputs import logits_of
 from lockstep.models.transformer import Transformer
 

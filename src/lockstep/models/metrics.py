@@ -25,7 +25,8 @@ from lockstep.core.directions import Direction
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.metric_names import metric_classes, metric_names, plain
-from lockstep.models.objectives import IGNORED, ClassifierLoss, ModelLoss, SpanLoss, TargetLoss
+from lockstep.core.records import IGNORED
+from lockstep.models.objectives import ClassifierLoss, ModelLoss, SpanLoss, TargetLoss
 from lockstep.models.outputs import logits_of
 from lockstep.models.preferences import DistillLoss, PairLoss
 from lockstep.models.vocab_parallel_loss import full_logits

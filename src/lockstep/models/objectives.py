@@ -21,14 +21,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
-from lockstep.core.records import Batch
+from lockstep.core.records import IGNORED, Batch
 from lockstep.distributed.shard_boxes import is_sharded
 from lockstep.models.outputs import logits_of, loss_of, part_of
 from lockstep.models.torch_losses import no_targets, out_of_range, tensor_targets
 from lockstep.models.vocab_parallel_loss import full_logits, vocab_parallel_cross_entropy_sum
 
-IGNORED = -100
-"""The target of positions that aren't trained, such as padding or a prompt."""
 _FEW = 64  # targets
 
 

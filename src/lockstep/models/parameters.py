@@ -74,7 +74,11 @@ def refuse_parameters(model: nn.Module, dtypes: Collection[str]) -> None:
         and (place := each.data_ptr())
         and first.setdefault(place, name) != name
     ]
-    problems += [_unsaved(name, tensor, dtypes) for name, tensor in _kept(model) if not _is_saved(tensor, dtypes)]
+    problems += [
+        _unsaved(name, tensor, dtypes)
+        for name, tensor in _kept(model)
+        if tensor.layout is not torch.strided or tensor.is_nested or dtype_name(tensor.dtype) not in dtypes
+    ]
     refuse(problems)
 
 
@@ -84,10 +88,6 @@ def _kept(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{path}.{name}".lstrip("."), buffer
-
-
-def _is_saved(tensor: Tensor, dtypes: Collection[str]) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested and dtype_name(tensor.dtype) in dtypes
 
 
 def _unsaved(name: str, tensor: Tensor, dtypes: Collection[str]) -> Problem:

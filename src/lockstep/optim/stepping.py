@@ -143,7 +143,8 @@ def closure_refusal(kind: type[torch.optim.Optimizer]) -> str | None:
 
 def _prepare(optimizer: torch.optim.Optimizer, rate: float, divisor: float | Tensor) -> None:
     if isinstance(divisor, Tensor) or divisor != 1.0:
-        grads: list[Any] = [parameter.grad for parameter in _with_gradient(optimizer)]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        grads: list[Any] = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if grads:
             torch._foreach_div_(grads, divisor.to(grads[0]) if isinstance(divisor, Tensor) else divisor)
     for group in optimizer.param_groups:
@@ -153,12 +154,6 @@ def _prepare(optimizer: torch.optim.Optimizer, rate: float, divisor: float | Ten
 def _clear(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         take_gradients(group["params"])
-
-
-def _with_gradient(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [
-        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
-    ]
 
 
 _OF_TORCH = frozenset({"state", "param_groups"})

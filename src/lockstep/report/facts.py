@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 
@@ -77,7 +77,7 @@ def large_figures(run: RunData) -> list[tuple[str, str, str]]:
         for metric, (step, value) in metrics.items()
         if metric == "loss" or len(evaluations) == 1  # of several sets, only their losses
     ][:_MAX_EVALUATIONS]
-    if _is_amount(seconds):
+    if isinstance(seconds, int | float) and 0 <= seconds < _LARGEST:
         attempts = f"over {run.num_attempts} attempts" if run.num_attempts > 1 else ""
         figures.append(("Time", formatting.duration(float(seconds)), attempts))
     if (speed := median_speed(run, unit)) is not None:
@@ -228,10 +228,6 @@ def as_text(value: object) -> str:
 
 def count_text(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and abs(value) <= _LARGEST else as_text(value)
-
-
-def _is_amount(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and 0 <= value < _LARGEST
 
 
 def date(value: object) -> str:

@@ -143,7 +143,10 @@ class ModelState:
         groups = [{key: _plain(f"the optimizer's {key}", value) for key, value in items} for items in own_groups]
         values = {"optimizer": numbers, "groups": groups, "tied": tied}
         if own := saved.get("own"):
-            values["own"] = {kind: _plain_own(kept) for kind, kept in own.items()}
+            values["own"] = {
+                kind: {key: _plain(f"the optimizer's own {key}", value) for key, value in kept.items()}
+                for kind, kept in own.items()
+            }
         begun = {name: (*spec, tensors[name]) for name, spec in self._specs.items() if name in tensors}
         if grown := [name for name, (_, shape, now) in begun.items() if now.shape != shape]:
             why = f"a forward has given the buffer {grown[0]} another shape, so that no checkpoint could be loaded"
@@ -277,10 +280,6 @@ def _saved(state: TrainingState, name: str, tensor: Tensor) -> Tensor:
     if value.shape != torch.Size(tensor.shape):
         raise RunFailed(f"{name} is {list(tensor.shape)} here, but {list(value.shape)} in the saved state")
     return shard_of(tensor, value)
-
-
-def _plain_own(kept: Mapping[str, object]) -> dict[str, object]:
-    return {key: _plain(f"the optimizer's own {key}", value) for key, value in kept.items()}
 
 
 def _plain(what: str, value: object) -> object:

@@ -233,7 +233,7 @@ def simulated_groups(rank: int, ranks: int, device_type: str = device.NAME) -> I
     try:
         with (
             patch.object(dist, "all_gather_object", _gather_objects),
-            patch.object(dist, "broadcast_object_list", _broadcast_objects),
+            patch.object(dist, "broadcast_object_list", lambda *_, **__: device.note_wait("broadcast_object_list")),
             patch.dict(host_group.makers, {backend: SimulatedHostGroup}),
         ):
             yield _issued
@@ -246,10 +246,6 @@ def simulated_groups(rank: int, ranks: int, device_type: str = device.NAME) -> I
 def _gather_objects(objects: list[Any], own: object, group: dist.ProcessGroup | None = None) -> None:
     device.note_wait("all_gather_object")
     objects[:] = [own] * dist.get_world_size(group)
-
-
-def _broadcast_objects(*unused: object, **named: object) -> None:
-    device.note_wait("broadcast_object_list")
 
 
 def _forget_meshes() -> None:

@@ -50,12 +50,6 @@ class DDP(Section):
     """Batch norm over all ranks' samples; needs GPUs."""
 
 
-def _lossy(options: DDP) -> str | None:
-    if options.compression == "none":
-        return None
-    return f"parallel.ddp.compression {options.compression} loses bits of each gradient"
-
-
 _NOT_SAVED = (
     "powersgd's error feedback is not saved: a resumed run is not bitwise identical to one that was never stopped"
 )
@@ -79,7 +73,11 @@ STRATEGY = Strategy(
             "gradient_as_bucket_view": "false is for DDP's own reduction, which {why} is not used; gradients are one "
             "flat tensor: take true",
         },
-        lossy=_lossy,
+        lossy=lambda options: (
+            None
+            if options.compression == "none"
+            else f"parallel.ddp.compression {options.compression} loses bits of each gradient"
+        ),
     ),
     memory=MemoryUse(holds_everything=True),
     remarks=lambda options: (_NOT_SAVED,) if options.compression == "powersgd" else (),

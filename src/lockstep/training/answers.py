@@ -11,19 +11,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.formatting import counted
+from lockstep.core.records import IGNORED
 from lockstep.data.loader import first_batch
 from lockstep.models.generation import Sampling, generate
 from lockstep.models.heads import head_of
 from lockstep.models.metrics import TEXTS, EvaluationMetrics, Outcome
-from lockstep.models.objectives import IGNORED
 from lockstep.monitor import metric_log
 from lockstep.optim.precision import autocast_context, resolve_compute
 from lockstep.strategies.registry import find_strategy
 from lockstep.training.text import codec_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from lockstep.config.schema import Config
@@ -66,7 +68,10 @@ class Answers:
         compute = resolve_compute(config.precision.compute, device)
         self._autocast = autocast_context(compute, device, keeps_casts=False)
         for name, source in sets.items():
-            self._prompts(first_batch(source, 1), name)
+            if not any(self._prompts(first_batch(source, min(_ROWS, source.facts.samples)), name)[0]):
+                why = f"the samples of data.evaluation.{name} have no prompt before their targets"
+                remedy = "give the set a `label` column, or targets of -100 for the prompt, or leave generate out"
+                raise ConfigError(Problem("", _KEY, f"{why}; {remedy}"))
         self.metrics = EvaluationMetrics(section.metrics, Outcome(TEXTS, None), device)
 
     def samples_of(self, source: Source) -> int:
@@ -84,24 +89,30 @@ class Answers:
             batches: This rank's; as many on all ranks.
             seeds: Of the draws in each batch.
         """
-        shown: list[tuple[str, str, str]] = []
+        shown: list[tuple[str, ...]] = []
+        skipped = 0
         self.metrics.reset()
         for batch, seed in zip(batches, seeds, strict=True):
             prompts, wanted = self._prompts(batch, name)
             sampling = Sampling(self._section.temperature, top_p=self._section.top_p, seed=seed)
             options: dict[str, Any] = {"ends": self._codec.ends, "synced": self._synced}
             with self._autocast():
-                made = generate(model, prompts, self._section.tokens, sampling, **options)
-            if batch.samples:
-                answers, texts = [self._codec.decode(ids) for ids in made], [self._codec.decode(ids) for ids in wanted]
-                self.metrics.add(answers, texts)
-                if len(shown) < _ROWS:
-                    shown += zip(map(self._codec.decode, prompts), answers, texts, strict=True)
-        metric_log.table(f"answers/{name}", _COLUMNS, shown[:_ROWS])
-        return self.metrics.values(axis, counts=True)
+                some = [prompt or [0] for prompt in prompts]  # all ranks run as many forwards
+                made = generate(model, some, self._section.tokens, sampling, **options)
+            if not batch.samples:
+                continue
+            rows = [tuple(map(self._codec.decode, row)) for row in zip(prompts, made, wanted, strict=True) if row[0]]
+            skipped += len(prompts) - len(rows)
+            self.metrics.add([answer for _, answer, _ in rows], [text for *_, text in rows])
+            shown += rows[: _ROWS - len(shown)]
+        metric_log.table(f"answers/{name}", _COLUMNS, shown)
+        values, failures = self.metrics.values(axis, counts=True)
+        if number := int(axis.sum(torch.tensor([skipped], dtype=torch.float64)).item()):
+            failures.append(f"{counted(number, 'sample')} without a prompt, not answered")
+        return values, failures
 
     def _prompts(self, batch: Batch, name: str) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the tokens of prompts and of what should follow."""
+        """Return the tokens of prompts, which may have none, and of what should follow."""
         inputs: Any = batch.inputs
         if "input_ids" not in inputs or batch.targets is None:
             raise ConfigError(Problem("", _KEY, f"data.evaluation.{name} has no input_ids with labels; leave it out"))
@@ -117,10 +128,6 @@ class Answers:
             else:
                 first, last = _last_run(goal)
                 kept = [token for token, valid in zip(row[:first], seen, strict=False) if valid]
-            if not kept:
-                why = f"a sample of data.evaluation.{name} has no prompt before its targets"
-                remedy = "give the set a `label` column, or targets of -100 for the prompt, or leave generate out"
-                raise ConfigError(Problem("", _KEY, f"{why}; {remedy}"))
             prompts.append(kept)
             wanted.append([token for token in goal[first:last] if token != IGNORED])
         return prompts, wanted

@@ -9,7 +9,8 @@ row 18: 57 tokens, 21 targets
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,13 @@ from torch import Tensor
 from lockstep.core.errors import ConfigError
 from lockstep.core.hub import at_revision
 from lockstep.core.progress import Progress
+from lockstep.core.records import IGNORED
 from lockstep.data.loader import TrainingLoader
 from lockstep.data.rendered import RenderedSource
 from lockstep.data.sources import PreparedSource
 from lockstep.plan.batch import plan_batch
 from lockstep.training.sources import open_sources
-from lockstep.training.weights import tokenizer_of
+from lockstep.training.text import Decode, codec_of
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
 _SHIFTED = "tokens"
 _IDS = ("input_ids", _SHIFTED)
 _POSITIONS = "position_ids"
-_IGNORED = -100
-Decode = Callable[[list[int]], str]
 Part = tuple[str, bool]
 """A piece of text, and whether its tokens are targets."""
 
@@ -44,8 +44,12 @@ Part = tuple[str, bool]
 def shown_data(config: Config, given: UserObjects, samples: int) -> Iterator[list[Part]]:
     """Yield lines, as parts, of the first `samples` and of the first step. Raises ConfigError."""
     source = open_sources(config.with_values(data={"evaluation": {}}), given)[0]
-    decode, opened = _decoder(config), source
-    shifts = config.model.kind == "huggingface" and config.model.task == "causal-lm"
+    model, opened, decode, tokenizer = config.model, source, None, None
+    if model.kind == "huggingface" and config.data.train.kind == "custom":
+        tokenizer = at_revision(model.pretrained, model.revision)
+    with suppress(ConfigError):  # it isn't known
+        decode = codec_of(model, config.data.train, tokenizer, answers=False).whole
+    shifts = model.kind == "huggingface" and model.task == "causal-lm"
     while isinstance(opened, PreparedSource):
         opened = opened.source
     size = min(config.batch.global_size, source.facts.samples)
@@ -58,7 +62,7 @@ def shown_data(config: Config, given: UserObjects, samples: int) -> Iterator[lis
     for indices in numbers:
         batch = next(batches)
         if shifts and isinstance(batch.targets, Tensor):  # the first id of a text isn't predicted
-            batch = replace(batch, targets=batch.targets.index_fill(1, torch.tensor([0]), _IGNORED))
+            batch = replace(batch, targets=batch.targets.index_fill(1, torch.tensor([0]), IGNORED))
         tokens, places = tokens + batch.tokens, places + _places(batch)
         targets += _num_targets(batch.targets)
         for number, index in enumerate(indices[: max(samples, 0)]):
@@ -77,24 +81,6 @@ def _sizes(tokens: int, places: int, targets: int, micro_size: int) -> str:
         return f"{targets:,} targets"
     padding = f"{1 - tokens / places:.1%} padding in micro-batches of {micro_size}"
     return f"{tokens:,} tokens, {targets:,} targets, {padding}"
-
-
-def _decoder(config: Config) -> Decode | None:
-    """Return what turns ids into text; None if it isn't known."""
-    data = config.data.train
-    place = tokenizer_of(config.model, data)
-    if place is None and config.model.kind == "huggingface" and config.model.pretrained and data.kind == "custom":
-        place = at_revision(config.model.pretrained, config.model.revision) or "", None
-    if place is None:
-        is_bytes = data.kind in ("stdlib-text", "stdlib-functions", "tokens")
-        return (lambda ids: bytes(each for each in ids if each < 256).decode(errors="replace")) if is_bytes else None
-    from lockstep.data.hub import load_tokenizer
-
-    try:
-        tokenizer = load_tokenizer(*place)
-    except ConfigError:
-        return None
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def _sample(
@@ -118,7 +104,7 @@ def _sample(
         yield _line(decode(values[:size].tolist()))
         yield from _target(batch.targets, row)
         return
-    marks = targets != _IGNORED
+    marks = targets != IGNORED
     if ids == _SHIFTED:  # the target of a place is the next id
         marks = torch.cat([torch.zeros(1, dtype=torch.bool), marks[:-1]])
         size = int(marks.nonzero().max()) + 1 if mask is None and marks.any() else size
@@ -167,7 +153,7 @@ def _places(batch: Batch) -> int:
 
 
 def _num_targets(targets: Any) -> int:
-    return sum(int((each != _IGNORED).sum()) for each in _named(targets).values() if isinstance(each, Tensor))
+    return sum(int((each != IGNORED).sum()) for each in _named(targets).values() if isinstance(each, Tensor))
 
 
 def _line(text: str) -> list[Part]:

@@ -36,17 +36,8 @@ CARD = "README.md"
 _OURS = re.compile(r"(.*)\n<!-- made by lockstep export, replaced unless changed: ([0-9a-f]{32}) -->\n", re.DOTALL)
 _LOSSES = 12
 _SECTIONS = {
-    "model",
-    "data",
-    "objective",
-    "batch",
-    "optim",
-    "schedule",
-    "precision",
-    "parallel",
-    "evaluation",
-    "memory",
-}
+    "model", "data", "objective", "batch", "optim", "schedule", "precision", "parallel", "evaluation", "memory",
+}  # fmt: skip
 _PEFT = {
     "causal-lm": "ForCausalLM",
     "seq2seq": "ForSeq2SeqLM",
