@@ -125,10 +125,7 @@ def make_plan(
     samples = None if steps is None else epochs * epoch_samples + rest * batch.global_size
     per_sample, total = facts.mean_tokens, sum(parameter.elements for parameter in parameters)
     trainable = sum(parameter.elements for parameter in parameters if parameter.trainable)
-    request = FeatureRequest(config, layout, batch, total - trainable)
-    check_features(request, machine.device)
-    rows = placements(state_of(config, ranks, held), ranks, layout, mesh)
-    possible = [name for name, other in layouts().items() if refusal(replace(request, layout=other)) is None]
+    check_features(request := FeatureRequest(config, layout, batch, total - trainable), machine.device)
     plan = Plan(
         ranks=ranks,
         strategy=strategy.name,
@@ -147,22 +144,30 @@ def make_plan(
         frozen=total - trainable,
         modules=parameters_by_module(parameters),
         groups=group_parameters(parameters, config.optim),
-        placements=tuple(row for row in rows if row.strategy in (layout.name, *possible)),
+        placements=_possible(placements(state_of(config, ranks, held), ranks, layout, mesh), request),
         sent=sent_bytes(config, layout, parameters, mesh, batch),
         bubble=_waits(config.parallel.pipeline_parallel, mesh, batch),
         warnings=(),
     )
-    warnings = (
-        *_batch_warnings(batch, facts),
-        *_schedule_warnings(config.schedule, steps),
-        *_average_warnings(config.optim.ema, steps),
-        *_idle(config.parallel, strategy, mesh),
-        *_bubble(config.parallel.pipeline_parallel, plan.bubble, mesh, batch),
-        *_undecided(plan, machine.undecided),
-        *_too_large(plan, machine.memory),
-        *(resolved(strategy.hooks.check)(config, plan) if strategy.hooks.check else ()),
+    return replace(
+        plan,
+        warnings=(
+            *_batch_warnings(batch, facts),
+            *_schedule_warnings(config.schedule, steps),
+            *_average_warnings(config.optim.ema, steps),
+            *_idle(config.parallel, strategy, mesh),
+            *_bubble(config.parallel.pipeline_parallel, plan.bubble, mesh, batch),
+            *_undecided(plan, machine.undecided),
+            *_too_large(plan, machine.memory),
+            *(resolved(strategy.hooks.check)(config, plan) if strategy.hooks.check else ()),
+        ),
     )
-    return replace(plan, warnings=warnings)
+
+
+def _possible(rows: Sequence[Placement], request: FeatureRequest) -> tuple[Placement, ...]:
+    """Return the rows of strategies that don't refuse the run."""
+    names = [name for name, layout in layouts().items() if refusal(replace(request, layout=layout)) is None]
+    return tuple(row for row in rows if row.strategy in (request.layout.name, *names))
 
 
 def _refuse_number(samples: int) -> None:
