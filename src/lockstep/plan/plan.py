@@ -149,19 +149,19 @@ def make_plan(
         bubble=_waits(config.parallel.pipeline_parallel, mesh, batch),
         warnings=(),
     )
-    return replace(
-        plan,
-        warnings=(
-            *_batch_warnings(batch, facts),
-            *_schedule_warnings(config.schedule, steps),
-            *_average_warnings(config.optim.ema, steps),
-            *_idle(config.parallel, strategy, mesh),
-            *_bubble(config.parallel.pipeline_parallel, plan.bubble, mesh, batch),
-            *_undecided(plan, machine.undecided),
-            *_too_large(plan, machine.memory),
-            *(resolved(strategy.hooks.check)(config, plan) if strategy.hooks.check else ()),
-        ),
-    )
+    return replace(plan, warnings=tuple(_warnings(config, strategy, plan, facts, machine)))
+
+
+def _warnings(config: Config, strategy: Strategy, plan: Plan, facts: DataFacts, machine: Machine) -> Iterator[str]:
+    yield from _batch_warnings(plan.batch, facts)
+    yield from _schedule_warnings(config.schedule, plan.steps)
+    yield from _average_warnings(config.optim.ema, plan.steps)
+    yield from _idle(config.parallel, strategy, plan.mesh)
+    yield from _bubble(config.parallel.pipeline_parallel, plan.bubble, plan.mesh, plan.batch)
+    yield from _undecided(plan, machine.undecided)
+    yield from _too_large(plan, machine.memory)
+    if strategy.hooks.check:
+        yield from resolved(strategy.hooks.check)(config, plan)
 
 
 def _possible(rows: Sequence[Placement], request: FeatureRequest) -> tuple[Placement, ...]:
