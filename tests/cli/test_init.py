@@ -165,6 +165,16 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hel
         ({"prompt": CHAT[:1], "completion": CHAT[1:]}, {"messages": "prompt", "label": "completion"}),
         ({"prompt": "hi", "completion": "hello"}, {"text": "prompt", "label": "completion"}),
         ({"text": "hi", "label": 1}, {"text": "text", "packed": True}),
+        ({"prompt": "hi", "chosen": "a", "rejected": "b"},
+         {"text": "prompt", "label": "chosen", "rejected": "rejected"}),
+        ({"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": CHAT[1:]},
+         {"messages": "prompt", "label": "chosen", "rejected": "rejected"}),
+        ({"prompt": "hi", "chosen": CHAT, "rejected": CHAT}, {"messages": "chosen", "rejected": "rejected"}),
+        ({"prompt": "hi", "completion": "a", "label": 1},
+         {"text": "prompt", "label": "completion", "desirable": "label"}),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:], "label": True},
+         {"messages": "prompt", "label": "completion", "desirable": "label"}),
+        ({"messages": CHAT, "label": False}, {"messages": "messages", "desirable": "label"}),
     ],
 )  # fmt: skip
 def test_init_finetune_writes_the_keys_of_the_data(
@@ -173,8 +183,10 @@ def test_init_finetune_writes_the_keys_of_the_data(
     monkeypatch.chdir(tmp_path)
     Path("a.jsonl").write_text(json.dumps(row) + "\n")
     assert main(["init", "finetune", "--data", "a.jsonl"]) == 0
-    train = yaml.safe_load(Path("run.yaml").read_text())["data"]["train"]
-    keys = ("text", "label", "messages", "tools", "packed")
+    config = yaml.safe_load(Path("run.yaml").read_text())
+    train, kinds = config["data"]["train"], {"rejected": "dpo", "desirable": "kto"}
+    assert [config.get("objective", {}).get("kind")] == ([kinds[key] for key in kinds if key in columns] or [None])
+    keys = ("text", "label", "rejected", "desirable", "messages", "tools", "packed")
     assert {key: train[key] for key in keys if key in train} == columns
     assert main(["config", "check", "run.yaml"]) == 0
 

@@ -26,11 +26,12 @@ TINY |= {
     "chat": "tiny/chat",
     "chat-lora": "tiny/chat",
     "chat-qlora": "tiny/chat",
+    "distill": "tiny/distill",
     "dpo": "tiny/dpo",
     "llama2-lora-wikitext": "tiny/llama2",
 }
 CLASSES = {"bert-imdb": "BertForSequenceClassification", "llama2-wikitext": "LlamaForCausalLM"}
-CLASSES["llama2-wikitext-zero3"] = CLASSES["chat"] = CLASSES["dpo"] = CLASSES["llama2-wikitext"]
+CLASSES["llama2-wikitext-zero3"] = CLASSES["chat"] = CLASSES["dpo"] = CLASSES["distill"] = CLASSES["llama2-wikitext"]
 ADAPTERS = ("llama2-lora-wikitext", "chat-lora", "chat-qlora")
 ROOT = Path(__file__).parents[2]
 KEPT = ("objective", "batch", "optim", "schedule", "precision", "parallel", "memory", "evaluation", "checkpoint")
@@ -43,8 +44,23 @@ RECIPES = [name if "zero" not in name else pytest.param(name, marks=with_deepspe
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_tiny_model_trains_with_the_settings_of_the_recipe(recipe: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    if TINY[recipe] in ("tiny/chat", "tiny/dpo"):
+    if TINY[recipe] in ("tiny/chat", "tiny/distill", "tiny/dpo"):
         assert run_script(ROOT / "examples" / "chat_data.py", cwd=tmp_path).returncode == 0
+    if recipe == "distill":
+        output_of(
+            run_lockstep(
+                "train",
+                "chat",
+                "tiny/chat",
+                "--run.steps",
+                "1",
+                "--run.folder",
+                "chat/teacher",
+                "--json",
+                *CPU,
+                cwd=tmp_path,
+            )
+        )
     words = ["train", recipe, TINY[recipe], "--ranks", "2", "--run.steps", "1", "--json", "--run.folder", "run", *CPU]
     summary = output_of(run_lockstep(*words, cwd=tmp_path))
     mine = load([resolve_recipe(recipe).path], environ={}).config

@@ -96,7 +96,7 @@ _COUPLED = {
     (schema.Recovery, "notice"), (Watchdog, "enabled"), (BadSamples, "policy"),
     (Watchdog, "end_after"), (Watchdog, "end_start_after"),
     *((schema.HuggingFaceData, key) for key in (*CHAT_KEYS, "text", "text_pair", "train_on_prompt", "packed")),
-    (schema.HuggingFaceData, "rejected"),
+    (schema.HuggingFaceData, "rejected"), (schema.HuggingFaceData, "desirable"),
     (BadSamples, "limit"), (BadSamples, "timeout"), (BadNumbers, "rollback_steps"),
     (schema.Evaluation, "metrics"), (schema.Evaluation, "generate"),
 }  # fmt: skip

@@ -27,6 +27,7 @@ from lockstep.core.records import Batch, DataFacts, ParameterFacts
 from lockstep.engine.companion import Companion
 from lockstep.plan.plan import make_plan
 from lockstep.training.checkpoints import Checkpoints
+from lockstep.training.companion import companion_facts
 from lockstep.training.resuming import Resume
 from lockstep.training.session import components_of
 
@@ -49,7 +50,17 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = [
         {name: [*row["prompt"], *row[name]] for name in ("chosen", "rejected")} for row in rows
     ]  # with the prompt in both
-    for name, lines in (("texts", texts), ("whole", whole)):
+    rated = [
+        {"prompt": row["prompt"], "completion": row["chosen" if number % 3 else "rejected"], "label": number % 3 > 0}
+        for number, row in enumerate(rows)
+    ]
+    plain = [
+        {"prompt": row["prompt"][0]["content"], "completion": row["completion"][0]["content"], "label": row["label"]}
+        for row in rated
+    ]
+    said = [{"messages": row["prompt"] + row["completion"], "label": int(row["label"])} for row in rated]
+    files = {"texts": texts, "whole": whole, "rated": rated, "rated_texts": plain, "rated_chats": said}
+    for name, lines in files.items():
         (folder / "chat" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder / "chat"
 
@@ -57,7 +68,15 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(chat: Path, kind: str, **sections: Any) -> Config:
     """Pairs of conversations, in fp32."""
     data = {"kind": "huggingface", "tokenizer": str(chat / "tokenizer"), "max_length": 96}
-    columns = {"name": str(chat / "preferences.jsonl"), "messages": "prompt", "label": "chosen", "rejected": "rejected"}
+    columns: Config = {
+        "name": str(chat / "preferences.jsonl"),
+        "messages": "prompt",
+        "label": "chosen",
+        "rejected": "rejected",
+    }
+    if kind == "kto":
+        columns = {**columns, "name": str(chat / "rated.jsonl"), "label": "completion", "rejected": None}
+        columns["desirable"] = "label"
     model = {"kind": "huggingface", "task": "causal-lm", "architecture": LLAMA}
     if kind == "reward":
         model = {**model, "task": "sequence-classification", "architecture": {**LLAMA, "pad_token_id": 0}}
@@ -91,14 +110,15 @@ def test_the_first_loss_is_the_one_of_two_equal_models(kind: str, chat: Path) ->
     assert rewards["margin"] == pytest.approx(rewards["rewards_chosen"] - rewards["rewards_rejected"], abs=1e-6)
 
 
-KINDS = ("dpo", "ipo", "orpo", "simpo", "reward")
+KINDS = ("dpo", "kto", "ipo", "orpo", "simpo", "reward")
+REFERENCED = ("dpo", "kto", "ipo")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3", "zero2", "tensor", "pipeline-1f1b"])
 def test_pairs_are_the_same_run(strategy: str, chat: Path) -> None:
     parallel, partitioned = asking_for(strategy, 2), strategy in ("tensor", "pipeline-1f1b")
-    kinds = [kind for kind in KINDS if kind not in ("dpo", "ipo") or not strategy.startswith("pipeline")]
-    kinds = kinds if strategy in ("fsdp", "pipeline-1f1b") else kinds[:1]
+    kinds = [kind for kind in KINDS if kind not in REFERENCED or not strategy.startswith("pipeline")]
+    kinds = kinds if strategy in ("fsdp", "pipeline-1f1b") else kinds[:2]
     batch = {
         "global_size": 7,
         "micro_size": 3 if partitioned else 2,
@@ -111,8 +131,9 @@ def test_pairs_are_the_same_run(strategy: str, chat: Path) -> None:
         assert differences(replace(run, evaluations=expected.evaluations), expected) == [], kind
 
 
-def test_a_pipeline_refuses_a_companion(chat: Path) -> None:
-    asked = validate(config(chat, "dpo", parallel={"pipeline": 2})).config
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_a_pipeline_refuses_a_companion(kind: str, chat: Path) -> None:
+    asked = validate(config(chat, kind, parallel={"pipeline": 2})).config
     with fails(lockstep.ConfigError, "pipeline-1f1b", key="objective.companion"):
         make_plan(asked, 2, DataFacts(40, None), [ParameterFacts("weight", (8, 8), 4, True)])
 
@@ -128,6 +149,99 @@ def test_the_three_forms_of_pairs_are_the_same_data(chat: Path) -> None:
     run = recorded(config(chat, "dpo", data={"train": texts}), updates=1)
     assert run.counts == [7.0]
     assert run.losses[0] == pytest.approx(np.log(2), rel=1e-6)
+
+
+def test_kl_is_of_the_whole_update_and_the_first_loss_is_known(chat: Path) -> None:
+    """A micro-batch of one sample has the same kl; desirable and undesirable answers have their weights."""
+    weighted = {"kind": "kto", "undesirable_weight": 1.5, "beta": 0.5}
+    runs = [
+        recorded(config(chat, "kto", objective=weighted, batch={"global_size": 7, "micro_size": size}), updates=3)
+        for size in (7, 1)
+    ]
+    assert differences(runs[1], runs[0]) == []
+    good = [row["label"] for row in map(json.loads, (chat / "rated.jsonl").read_text().splitlines()[:21])]
+    assert sum(runs[0].losses) < 3 * 1.5
+    assert 0.5 <= runs[0].losses[0] <= 0.75  # all log-ratios are 0, and so is kl
+    assert not all(good)
+    assert {"loss", "margin", "rewards_chosen", "rewards_rejected", "kl"} == set(runs[0].evaluations[0])
+    assert runs[0].evaluations[0]["kl"] >= 0
+
+
+def test_the_three_forms_of_rated_answers_are_the_same_data(chat: Path) -> None:
+    train = config(chat, "kto")["data"]["train"]
+    said = {**train, "name": str(chat / "rated_chats.jsonl"), "messages": "messages", "label": None}
+    runs = [recorded(config(chat, "kto", data={"train": data}), updates=2) for data in (train, said)]
+    assert runs[0].losses == runs[1].losses
+    texts = {key: value for key, value in train.items() if key != "messages"}
+    texts |= {"name": str(chat / "rated_texts.jsonl"), "text": "prompt", "max_length": 20}  # some are cut
+    assert recorded(config(chat, "kto", data={"train": texts}), updates=1).counts == [7.0]
+
+
+def test_a_rating_is_true_or_false(chat: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "completion": "b", "label": label} for label in (True, False, "good")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[2:]))
+    data = {**config(chat, "kto")["data"]["train"], "name": str(tmp_path / "rows.jsonl"), "split": "train"}
+    with (
+        fails(lockstep.ConfigError, "row 1", "good", "label"),
+        lockstep.session(config(chat, "kto", data={"train": data})),
+    ):
+        pass
+
+
+# --- the base of an adapter -------------------------------------------------------------------------------------------
+
+LORA = {"kind": "lora", "rank": 4, "targets": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
+
+
+def adapted(chat: Path, kind: str, adapter: Config, **sections: Any) -> Config:
+    asked = config(chat, kind, **sections)
+    return {**asked, "model": {**asked["model"], "adapter": adapter}}
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_the_reference_of_an_adapter_is_its_base(kind: str, chat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The losses are those of a copy of the model as the run begins, and there is none."""
+    asked = adapted(chat, kind, {**LORA, "dropout": 0.1})
+    with lockstep.session(asked) as session:
+        engine: Any = components_of(session).engine
+        prepare = engine._ahead._companion if kind == "kto" else engine._prepare
+        assert prepare._model is components_of(session).sharding.state.model
+    run = recorded(asked, updates=3)
+    assert len(set(run.losses)) == 3
+    monkeypatch.setattr("lockstep.training.companion.is_base", lambda config: False)
+    copied = recorded(asked, updates=3)
+    assert run.losses == copied.losses
+    assert run.evaluations == copied.evaluations
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
+def test_a_reference_without_the_adapter_is_the_same_run(strategy: str, chat: Path) -> None:
+    batch = {"global_size": 7, "micro_size": 2}
+    kinds: list[tuple[str, Config]] = [
+        ("dpo", LORA),
+        ("kto", LORA),
+        ("dpo", {"kind": "ia3", "targets": ["q_proj"], "feedforward_modules": []}),
+    ]
+    runs = [adapted(chat, *each, parallel=asking_for(strategy, 2), batch=batch) for each in kinds]
+    for each, run in zip(kinds, recorded_all(runs, ranks=2, updates=3), strict=True):
+        expected = recorded(adapted(chat, *each), updates=3)
+        for name, value in expected.evaluations[0].items():
+            assert run.evaluations[0][name] == pytest.approx(value, rel=1e-5, abs=1e-5), (each, name)
+        assert differences(replace(run, evaluations=expected.evaluations), expected) == [], each
+
+
+@pytest.mark.parametrize(
+    ("adapter", "companion", "held"),
+    [(LORA, None, False), ({**LORA, "bias": "all"}, None, True), (LORA, "teacher", True)],
+)
+def test_plan_counts_no_copy_of_a_base(
+    adapter: Config, companion: str | None, held: bool, chat: Path, tmp_path: Path
+) -> None:
+    teacher(tmp_path / "teacher", seed=1)
+    objective = {"kind": "dpo", "companion": companion and str(tmp_path / companion)}
+    asked = validate(adapted(chat, "dpo", adapter, objective=objective)).config
+    own = [ParameterFacts("weight", (8, 8), 4, False)]
+    assert bool(companion_facts(asked, DataFacts(40, None, vocabulary=1024), own, trust_remote_code=False)) is held
 
 
 # --- where it is ------------------------------------------------------------------------------------------------------
@@ -176,6 +290,21 @@ def test_plan_counts_it() -> None:
     assert (both.parameters, both.frozen) == (single.parameters, single.frozen)
 
 
+@pytest.mark.parametrize(("kind", "forwards"), [("simpo", 0), ("dpo", 1), ("kto", 2)])
+def test_plan_counts_its_gathers(kind: str, forwards: int, chat: Path) -> None:
+    own, facts = [ParameterFacts("weight", (64, 64), 4, True)], DataFacts(40, None, vocabulary=1024, pairs=True)
+    second = [ParameterFacts("weight", (64, 128), 4, False)]
+    gathered = {"simpo": 0, "dpo": 2, "kto": 3}[kind] * own[0].bytes  # of the companion, and of the model ahead
+    for strategy, counts in (("fsdp", True), ("zero3", True), ("ddp", False)):
+        sections = {"parallel": asking_for(strategy, 4), "batch": {"global_size": 24, "micro_size": 2}}
+        asked = validate(config(chat, kind, **sections)).config
+        plain = validate(config(chat, "simpo", **sections)).config
+        sent, before = (make_plan(each, 4, facts, own, companion=second).sent for each in (asked, plain))
+        assert sent is not None
+        assert before is not None
+        assert sent - before == counts * 3 * 3 / 4 * gathered  # micro-batches x what a rank has of others
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -191,17 +320,25 @@ def trained(asked: Config, folder: Path, resume: bool) -> dict[str, bytes]:
         return {name: tensor.detach().numpy().tobytes() for name, tensor in session.state().tensors.items()}
 
 
-def teacher(folder: Path, seed: int) -> None:
+def teacher(folder: Path, seed: int, tokens: int = 1024) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    LlamaForCausalLM(LlamaConfig(**LLAMA, vocab_size=1024)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**LLAMA, vocab_size=tokens)).save_pretrained(folder)
 
 
-@pytest.mark.parametrize("kind", ["dpo", "distill"])
+def test_a_teacher_of_another_vocabulary_is_refused_before_the_start(chat: Path, tmp_path: Path) -> None:
+    teacher(tmp_path / "teacher", seed=1, tokens=2048)
+    asked = config(chat, "dpo", objective={"kind": "distill", "companion": str(tmp_path / "teacher")})
+    asked["data"] = {"train": {**asked["data"]["train"], "rejected": None}}
+    with fails(ConfigError, "2,048", "1,024", key="objective.companion"), lockstep.session(asked):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto", "distill"])
 def test_a_resumed_run_has_the_same_companion(kind: str, chat: Path, tmp_path: Path) -> None:
     teacher(tmp_path / "teacher", seed=1)
-    asked = config(chat, "dpo", objective={"kind": kind, "companion": str(tmp_path / "teacher")})
+    asked = config(chat, kind, objective={"kind": kind, "companion": str(tmp_path / "teacher")})
     if kind == "distill":
         asked["data"] = {"train": {**asked["data"]["train"], "rejected": None}}
     uncut = trained(asked, tmp_path / "saved", resume=False)
@@ -283,8 +420,13 @@ def test_a_loss_of_torch_has_no_companion() -> None:
         ({"kind": "dpo", "margin": 2.0}, {}, ("margin", "simpo", "dpo")),
         ({"kind": "ipo", "label_smoothing": 0.1}, {}, ("label_smoothing", "ipo")),
         ({"kind": "distill"}, {"rejected": None}, ("distill", "companion")),
-        ({"kind": "dpo"}, {"train_on": "all"}, ("pairs", "train_on")),
+        ({"kind": "dpo"}, {"train_on": "all"}, ("answers", "train_on")),
         ({"kind": "dpo"}, {"messages": None, "label": None}, ("rejected", "label")),
+        ({"kind": "kto"}, {}, ("desirable", "kto")),
+        ({"kind": "kto"}, {"desirable": "good"}, ("desirable", "rejected")),
+        ({"kind": "dpo"}, {"desirable": "good", "rejected": None}, ("desirable", "kto", "dpo")),
+        ({"kind": "kto"}, {"desirable": "good", "rejected": None, "packed": True}, ("packed",)),
+        ({"kind": "dpo", "desirable_weight": 2.0}, {}, ("desirable_weight", "kto", "dpo")),
     ],
 )
 def test_what_would_be_ignored_is_refused(

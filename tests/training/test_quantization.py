@@ -126,10 +126,12 @@ def test_a_run_resumes_bit_for_bit(kind: str, name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_a_base_in_bf16_is_the_single_process(name: str) -> None:
-    bf16 = {"precision": {"compute": "bf16"}}
-    [expected] = recorded_all([quantized("nf4", adapted(**bf16))], 1, 3)
-    [run] = recorded_all([quantized("nf4", adapted(**bf16, parallel=asking_for(name, 2)))], 2, 3)
-    assert run.losses == pytest.approx(expected.losses, rel=2e-3)
+    of_base = {"kind": "distill", "companion": "initial"}  # which is quantized, too
+    sections = [{"precision": {"compute": "bf16"}, "objective": each} for each in ({}, of_base)]
+    expected = recorded_all([quantized("nf4", adapted(**each)) for each in sections], 1, 3)
+    runs = [quantized("nf4", adapted(**each, parallel=asking_for(name, 2))) for each in sections]
+    for run, alone in zip(recorded_all(runs, 2, 3), expected, strict=True):
+        assert run.losses == pytest.approx(alone.losses, rel=2e-3)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -229,8 +231,8 @@ def test_what_cannot_be_quantized_is_refused(model: dict[str, Any], said: list[s
     assert gives(str(refused.value), *said)
 
 
-def test_a_companion_is_refused() -> None:
-    run = quantized("nf4", adapted(objective={"kind": "distill", "companion": "initial"}))
+def test_another_companion_is_refused() -> None:
+    run = quantized("nf4", adapted(objective={"kind": "distill", "companion": "teacher"}))
     with pytest.raises(ConfigError) as refused, lockstep.session(run):
         pass
     assert gives(str(refused.value), "model.quantization", "companion")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lockstep.cli.arguments import Parser, path
 from lockstep.config.init_templates import CONFIG, STARTS, InitTemplate
@@ -60,15 +61,31 @@ def _columns(data: str | None, start: InitTemplate) -> dict[str, str]:
     is_finetune, prompt = start is STARTS["finetune"], row.keys() >= {"prompt", "completion"}
     if chats and "text" not in row and not is_finetune:
         check_first_texts(row, chats)
+    more = {"tools": "tools"} if "tools" in row else {}
+    if is_finetune and row.keys() >= {"chosen", "rejected"}:
+        paired = _prompt_of_pairs(row)
+        return {**paired, "rejected": "rejected", **(more if "messages" in paired else {})}
+    is_rated = isinstance(row.get("label"), bool) or (prompt and row.get("label") in (0, 1))
+    rated = {"desirable": "label"} if is_rated else {}
     if is_finetune and prompt and not chats:
-        return {"text": "prompt", "label": "completion"}
+        return {"text": "prompt", "label": "completion", **rated}
     if is_finetune and chats and "text" not in row:
-        more = {"tools": "tools"} if "tools" in row else {}
         answers = {"label": "completion"} if prompt else {}
         named = (name for name in ("prompt" if prompt else "", "messages", "conversations", *chats) if name in chats)
-        return {"messages": next(named), **answers, **more}
+        return {"messages": next(named), **answers, **more, **rated}
     columns = {"text": ("text", texts), "label": ("label", [] if is_finetune else numbers)}
     return {key: names[0] for key, (usual, names) in columns.items() if usual not in row and len(names) == 1}
+
+
+def _prompt_of_pairs(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return the columns of the prompt and of the chosen answer; two whole conversations have the prompt in them."""
+    chosen = row["chosen"]
+    if isinstance(chosen, str):
+        return {"text": "prompt", "label": "chosen"}
+    begins = chosen[0].get("role", chosen[0].get("from")) if chosen and isinstance(chosen[0], Mapping) else ""
+    if "prompt" in row and begins in ("assistant", "gpt"):
+        return {"messages": "prompt", "label": "chosen"}
+    return {"messages": "chosen"}
 
 
 def _relative_to(folder: Path, name: str | None) -> str | None:

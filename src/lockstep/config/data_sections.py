@@ -85,6 +85,9 @@ class HuggingFaceData(Section):
     rejected: str | None = None
     """Pairs of answers, such as for dpo: column with the rejected answer; `label` has the chosen one. With `messages`
     and no `label`, both columns have whole conversations, which begin alike."""
+    desirable: str | None = None
+    """Rated answers, for kto: column with true (1) for an answer that is desirable, and false (0) for another one. The
+    answer is `label`; with `messages` and no `label`, the last message."""
     train_on_prompt: bool = False
     """Language models with `label`: train on the prompt's tokens, too."""
     tokenizer: PathText | None = None
@@ -126,11 +129,15 @@ class HuggingFaceData(Section):
             kind = "chats" if self.messages is None else "texts"
             hint = "; to train on prompts, write train_on: all" if "train_on_prompt" in without else ""
             yield f"{without[0]} is for {kind}; {remedy}{hint}"
-        if self.rejected is not None:
-            if self.messages is None and self.label is None:
-                yield "rejected is one of two answers; name the column with the chosen one as `label`"
-            if self.packed or self.text_pair is not None or self.train_on_prompt or self.train_on == "all":
-                yield "pairs are trained on their answers: remove packed, text_pair, train_on_prompt and train_on: all"
+        if self.rejected is not None and self.messages is None and self.label is None:
+            yield "rejected is one of two answers; name the column with the chosen one as `label`"
+        if self.desirable is not None and self.rejected is not None:
+            yield "desirable rates single answers, and rejected makes pairs of them; remove one of them"
+        if self.desirable is not None and self.messages is None and self.label is None:
+            yield "desirable rates an answer; name the column with the answers as `label`"
+        trains_more = self.packed or self.text_pair is not None or self.train_on_prompt or self.train_on == "all"
+        if trains_more and not (self.rejected is self.desirable is None):
+            yield "only answers are trained on: remove packed, text_pair, train_on_prompt and train_on: all"
         if self.system is not None and self.system_column is not None:
             yield "system and system_column exclude each other; remove one of them"
 

@@ -20,15 +20,23 @@ _COLUMNS = {
     "prompts": """\
     text: {text}            # the column with the prompt
     label: {label}          # the column with its completion, which is trained on
+    rejected: {rejected}    # the column with the other answer, which is worse
+    desirable: {desirable}  # the column with true for a desirable answer
     max_length: 512         # tokens per sample; a longer prompt loses its beginning
 """,
     "messages": """\
     messages: {messages}    # the column with conversations; lockstep data show run.yaml shows what is trained on
     label: {label}          # the column with the messages that complete them
+    rejected: {rejected}    # the column with the other answer, which is worse
+    desirable: {desirable}  # the column with true for a desirable answer
     tools: {tools}          # the column with the tools
     train_on: assistant     # the assistant's messages; last: the last of them; all: every token
     max_length: 1024        # tokens per sample; a longer conversation loses its first turns
 """,
+}
+_OBJECTIVES = {
+    "rejected": "objective: {kind: dpo, beta: 0.1}  # or ipo, orpo, simpo\n\n",
+    "desirable": "objective: {kind: kto, beta: 0.1}\n\n",
 }
 _YAML_CONSTANTS = ("null", "true", "false", "yes", "no", "on", "off")
 
@@ -58,12 +66,13 @@ class InitTemplate:
         return {name: _file(name).read_text(encoding="utf-8") for name in self.further}
 
     def filled_config(self, model: str | None, data: str | None, columns: Mapping[str, str]) -> str:
-        """Return the config with the user's names and columns (`text`, `label`, `messages`), or the template's own."""
+        """Return the config with the user's names and columns, by the keys of data, or the template's own."""
         filled = (_TEMPLATES / self.template).read_text(encoding="utf-8")
-        kind = "messages" if "messages" in columns else "prompts" if columns.keys() == {"text", "label"} else "texts"
-        lines = _COLUMNS[kind].splitlines(keepends=True)
-        given = [line for line in lines if "tools" in columns or not line.startswith("    tools:")]
-        given = [line for line in given if "label" in columns or not line.startswith("    label:")]
+        kind = "messages" if "messages" in columns else "prompts" if columns.keys() >= {"text", "label"} else "texts"
+        lines, optional = _COLUMNS[kind].splitlines(keepends=True), {"tools", "label", "rejected", "desirable"}
+        given = [line for line in lines if line.split(":")[0].strip() not in optional - columns.keys()]
+        rated = next((text for key, text in _OBJECTIVES.items() if key in columns), "")
+        filled = filled.replace("{objective}", rated).replace("{rate}", "1e-6" if rated else "2e-5")
         filled = filled.replace("{columns}", "".join(given))
         names: dict[str, str | None] = {"text": "text", "label": "label", **columns}
         names |= {"model": model or self.model, "data": data or self.data}

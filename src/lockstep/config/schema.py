@@ -526,7 +526,7 @@ class Run(Section):
 
 
 _METRICS = (
-    "loss", "perplexity", "accuracy", "bits_per_byte", "margin", "rewards_chosen", "rewards_rejected",
+    "loss", "perplexity", "accuracy", "bits_per_byte", "margin", "rewards_chosen", "rewards_rejected", "kl",
 )  # fmt: skip
 """Metrics of Lockstep's own objectives; which of them a run has is known when it starts."""
 
@@ -564,8 +564,6 @@ class Config(Section):
         return self.model_copy(update=changed)
 
     def _contradictions(self) -> Iterator[str]:
-        if self.model.quantization is not None and self.objective.second_model is not None:
-            yield "model.quantization: a companion isn't quantized, so it isn't the same model; leave one of them out"
         if (why := refusal_in_backward(self)) is not None:
             yield why
         if self.optim.name == "schedule-free":  # its average replaces the decay
@@ -589,6 +587,10 @@ class Config(Section):
             yield f"evaluation.{key} needs all logits, which memory.loss_chunk never has at a time; leave one out"
         for name, source in {"train": self.data.train, **self.data.evaluation}.items():
             yield from _unpaired(name, source, self.objective.kind)
+        if self.objective.kind == "kto" and self.run.determinism == "invariant":
+            yield "run.determinism invariant: kto's divergence is a sum over ranks in any order; take deterministic"
+        if self.objective.kind == "kto" and self.evaluation.generate:
+            yield "evaluation.generate compares answers with wanted ones, and those of kto are rated; leave it out"
         if self.run.end_with == "best" and self.checkpoint.best is None:
             yield "run.end_with best needs checkpoint.best: a metric such as held-out.loss"
         if self.checkpoint.best is not None:
@@ -614,7 +616,14 @@ class Config(Section):
 
 def _unpaired(name: str, source: DataSource, kind: str) -> Iterator[str]:
     """Yield why an objective and the data of a set don't go together: one has pairs, and the other doesn't."""
-    rejected = getattr(source, "rejected", None)
+    rejected, desirable = getattr(source, "rejected", None), getattr(source, "desirable", None)
+    if (kind == "kto") != (desirable is not None):
+        remedy = (
+            "set kto, or remove it"
+            if desirable
+            else "take kind huggingface, and name the column that has true for desirable answers"
+        )
+        yield f"data {name}: desirable is for objective.kind kto, and needed there; it is {kind}: {remedy}"
     if rejected is not None and kind not in (*PAIRS, "custom", "given"):
         yield f"data {name}: rejected is for pairs, and objective.kind is {kind}; set one of {', '.join(PAIRS)}"
     if kind in PAIRS and rejected is None and source.kind not in ("custom", "given"):

@@ -73,33 +73,40 @@ def _unused(section: ObjectiveConfig | Optim, selector: str, keys: Iterable[str]
 
 INITIAL = "initial"
 """The companion that is the model as the run begins."""
-_REFERENCED = ("dpo", "ipo")
-PAIRS = (*_REFERENCED, "orpo", "simpo", "reward")
+_REFERENCED = ("dpo", "ipo", "kto")
+PAIRS = ("dpo", "ipo", "orpo", "simpo", "reward")
 """Objectives of pairs of answers, one chosen and one rejected."""
 _TAKEN_BY = {
-    "beta": ("dpo", "ipo", "orpo", "simpo"),
+    "beta": ("dpo", "ipo", "kto", "orpo", "simpo"),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
     "margin": ("simpo",),
     "temperature": ("distill",),
     "soft": ("distill",),
     "companion": (*_REFERENCED, "distill", "custom", "given"),
 }
-_NOT_SMOOTHED = ("ipo", "orpo", "reward", "distill")
+_NOT_SMOOTHED = ("ipo", "kto", "orpo", "reward", "distill")
 
 
 class ObjectiveConfig(Section):
     """The objective of the training."""
 
     kind: Literal[
-        "auto", "next-token", "masked-lm", "classification", "seq2seq", "dpo", "ipo", "orpo", "simpo", "reward",
-        "distill", "custom", "given",
+        "auto", "next-token", "masked-lm", "classification", "seq2seq", "dpo", "ipo", "kto", "orpo", "simpo",
+        "reward", "distill", "custom", "given",
     ] = "auto"  # fmt: skip
-    """`auto`: the model's; dpo, ipo, orpo, simpo, reward: of pairs of answers (`data.train.rejected`); distill: a
-    teacher's outputs; `given`: an object passed in Python."""
+    """`auto`: the model's; dpo, ipo, orpo, simpo, reward: of pairs of answers (`data.train.rejected`); kto: of
+    answers that are desirable or not (`data.train.desirable`); distill: a teacher's outputs; `given`: an object passed
+    in Python."""
     label_smoothing: Fraction = 0.0
     """Fraction of a target's probability that is spread over all classes or tokens; dpo, simpo: probability that the
     two answers of a pair are swapped."""
     beta: Annotated[float, Field(gt=0)] | None = None
-    """dpo, ipo, orpo, simpo: strength of the preference's term; null: 0.1, for simpo 2."""
+    """dpo, ipo, kto, orpo, simpo: strength of the preference's term; null: 0.1, for simpo 2."""
+    desirable_weight: Annotated[float, Field(ge=0)] = 1.0
+    """kto: factor on the loss of a desirable answer."""
+    undesirable_weight: Annotated[float, Field(ge=0)] = 1.0
+    """kto: factor on the loss of an undesirable answer."""
     margin: Annotated[float, Field(ge=0)] = 1.0
     """simpo: margin between the rewards of the two answers (gamma)."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -108,7 +115,7 @@ class ObjectiveConfig(Section):
     """distill: weight of the divergence from the teacher; the rest is the cross-entropy of the targets."""
     companion: PathText | None = None
     """Frozen second model, with outputs that the objective compares with: `initial`, which is the model as the run
-    begins, or a folder or hub name of pretrained weights (transformers). null: dpo and ipo take `initial`."""
+    begins, or a folder or hub name of pretrained weights (transformers). null: dpo, ipo and kto take `initial`."""
     target: PathText | None = None
     """`package.module:Name`, `path/to/file.py:Name` or registered name of a class with `count` and `loss_sum`, or of a
     torch loss such as `CrossEntropyLoss`."""

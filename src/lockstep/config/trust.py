@@ -96,7 +96,7 @@ _RULES: Mapping[Callable[[Keys, object], str | None], str] = {
     "model.adapter.targets model.adapter.modules_to_save model.adapter.feedforward_modules "
     "model.adapter.exclude_modules "
     "model.freeze model.inputs.* data.train.text data.train.text_pair "
-    "data.train.label data.train.rejected data.train.messages data.train.tools data.train.system "
+    "data.train.label data.train.rejected data.train.desirable data.train.messages data.train.tools data.train.system "
     "data.train.system_column "
     "optim.rules.match parallel.pipeline_parallel.split parallel.fsdp.wrap checkpoint.best "
     "memory.activation_checkpointing.modules monitor.early_stopping.metric profile.steps "

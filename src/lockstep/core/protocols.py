@@ -108,6 +108,23 @@ class UsesCompanion(Protocol):
         """
 
 
+@runtime_checkable
+class LooksAhead(UsesCompanion, Protocol):
+    """An objective with a loss that depends on sums over the whole update, known before its first backward."""
+
+    @abstractmethod
+    def ahead(self, batch: Batch) -> Batch:
+        """Return what the model computes ahead, without gradients and in evaluation mode, of a micro-batch."""
+
+    @abstractmethod
+    def sums_ahead(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return the sums of a micro-batch, [n], which are then added over all micro-batches and ranks."""
+
+    @abstractmethod
+    def completed(self, batch: Batch, sums: Tensor) -> Batch:
+        """Return the micro-batch to train on, with what `loss_sum` needs of the sums."""
+
+
 Observe = Callable[["EvaluatedObjective", object, "Batch"], None]
 """Sees the outputs for a batch in an evaluation: (objective, outputs, batch)."""
 

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from lockstep.config.schema import HuggingFaceData
 from lockstep.core.errors import ConfigError
 from lockstep.data import windows
+from lockstep.data.columns import ratings
 from lockstep.data.hub import rows_identity, tokenizer_identity
 from lockstep.data.order import Indices
 from lockstep.data.rendered import Rendered, RenderedSource, open_rendered
@@ -134,14 +135,17 @@ class Template:
         Raises:
             ValueError: A conversation can't be rendered.
         """
-        cut = 0
-        while max(map(len, texts := [self._ids(chat.messages, chat) for chat in chats])) > self.section.max_length:
+        cut, longest = 0, self.section.max_length
+        whole = len(chats) if self.section.desirable is None else 1  # the end of another sample's answer is cut
+        while max(map(len, (texts := [self._ids(chat.messages, chat) for chat in chats])[:whole])) > longest:
             shorter = [chat.without_first_turn() if self.section.too_long == "cut" else None for chat in chats]
             if None in shorter:
                 return None
             chats, cut = [chat for chat in shorter if chat is not None], cut + 1
         pairs = zip(chats, texts, strict=True)
-        return [Rendered(np.array(ids, np.uint32), self._targets(chat, ids), cut) for chat, ids in pairs]
+        return [
+            Rendered(np.array(ids[:longest], np.uint32), self._targets(chat, ids)[:longest], cut) for chat, ids in pairs
+        ]
 
     def _targets(self, chat: Chat, ids: list[int]) -> NDArray[np.bool_]:
         """Return which ids are targets, by `train_on`, the prompt and the messages' weights. Raises ValueError."""
@@ -221,22 +225,37 @@ def open_chats(
         where = f"tokenizer {tokenizer.name_or_path} has no chat template"
         raise ConfigError(f"{where}; name the file of one as chat_template, or a tokenizer that has one as tokenizer")
     options = section.model_dump(
-        include={"messages", "label", "rejected", "tools", "system", "system_column", "train_on", "too_long"}
-    )
+        include={
+            "messages", "label", "rejected", "desirable", "tools", "system", "system_column", "train_on", "too_long",
+        }
+    )  # fmt: skip
     identity = tokenizer_identity(tokenizer), tokenizer.chat_template, sorted(tokenizer.special_tokens_map.items())
     key = windows.fingerprint("chats", FORMAT, *rows_identity(rows), identity, options, section.max_length)
     render = partial(_render, rows, Template(tokenizer, section))
-    return open_rendered("chats", key, len(rows), render, tokenizer, section, aligned=aligned, classes=classes)
+    rated = None if section.desirable is None else ratings(rows, section.desirable, section.name)
+    options = {"aligned": aligned, "classes": classes, "rated": rated}
+    return open_rendered("chats", key, len(rows), render, tokenizer, section, **options)
 
 
 def _render(rows: Any, template: Template, indices: Indices) -> Iterator[list[Rendered] | None]:
     columns = rows[indices]
-    for values in zip(*columns.values(), strict=True):
-        yield template.render(_chats_of(template.section, dict(zip(columns, values, strict=True))))
+    before = columns if template.section.desirable is None else rows[(indices - 1) % len(rows)]
+    samples = (zip(*each.values(), strict=True) for each in (columns, before))
+    for sample in zip(*samples, strict=True):
+        own, previous = (dict(zip(columns, values, strict=True)) for values in sample)
+        yield template.render(_chats_of(template.section, own, previous))
 
 
-def _chats_of(section: HuggingFaceData, row: Mapping[str, Any]) -> list[Chat]:
-    """Return a row's conversation, or the chosen and the rejected one. Raises ValueError."""
+def _chats_of(section: HuggingFaceData, row: Mapping[str, Any], before: Mapping[str, Any]) -> list[Chat]:
+    """Return a row's conversation; the chosen and the rejected one; or a rated one, and it with the answer `before`.
+
+    Raises:
+        ValueError: A row has no such conversation.
+    """
+    if section.desirable is not None:
+        rated, previous = _answered(section, row), _answered(section, before)
+        messages = [*rated.messages[: rated.prompt], *previous.messages[previous.prompt :]]
+        return [rated, replace(rated, messages=messages)]
     if section.rejected is None:
         return [_chat(section, row)]
     other = section.messages if section.label is None else section.label
@@ -247,6 +266,12 @@ def _chats_of(section: HuggingFaceData, row: Mapping[str, Any]) -> list[Chat]:
         prompt = min(len(chosen.messages), len(rejected.messages)) if same is None else same
         return [replace(chosen, prompt=prompt), replace(rejected, prompt=prompt)]
     return [chosen, rejected]
+
+
+def _answered(section: HuggingFaceData, row: Mapping[str, Any]) -> Chat:
+    """Return a row's conversation, with all before its answer as the prompt. Raises ValueError."""
+    chat = _chat(section, row)
+    return replace(chat, prompt=chat.prompt or len(chat.messages) - 1)
 
 
 def _chat(section: HuggingFaceData, row: Mapping[str, Any]) -> Chat:

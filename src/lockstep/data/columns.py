@@ -66,8 +66,18 @@ def _of_parquet(path: Path) -> Mapping[str, Any]:
 def columns_of(section: HuggingFaceData) -> list[str]:
     """Return the columns that a section reads."""
     texts = (section.text, section.text_pair) if section.messages is None else (section.messages,)
-    named = (*texts, section.label, section.rejected, section.tools, section.system_column)
+    named = (*texts, section.label, section.rejected, section.desirable, section.tools, section.system_column)
     return [column for column in named if column is not None]
+
+
+def ratings(rows: Any, column: str, name: str) -> list[bool]:
+    """Return the values of a dataset's column that rates answers. Raises ConfigError for one that is no rating."""
+    values = list(rows[column])
+    for number, value in enumerate(values, 1):
+        if value not in (True, False):
+            why = f"has {value!r:.40} in the column {column}; write true, or 1, for a desirable answer, else false"
+            raise ConfigError(f"dataset {name}, row {number:,} {why}")
+    return list(map(bool, values))
 
 
 def check_columns(known: Sequence[str], columns: Sequence[str]) -> None:

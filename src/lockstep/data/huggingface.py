@@ -40,7 +40,7 @@ from lockstep.core.records import IGNORED, LANGUAGE_MODEL, Batch, DataFacts
 from lockstep.data import noise, windows
 from lockstep.data.bad_samples import read_or_explain
 from lockstep.data.chats import open_chats
-from lockstep.data.columns import check_columns, check_first_texts, columns_of
+from lockstep.data.columns import check_columns, check_first_texts, columns_of, ratings
 from lockstep.data.hub import (
     begin_tokens,
     check_texts,
@@ -62,7 +62,7 @@ _COMPLETED = ("causal-lm", LANGUAGE_MODEL)
 _NEEDS_LABEL = {"sequence-classification": "the class", "seq2seq": "the target text"}
 _REWARDS = "sequence-classification"
 _FINGERPRINT_ROWS = 256
-_NOT_CONTENT = ("name", "revision", "tokenizer", "split", "configuration", "train_on_prompt", "rejected")
+_NOT_CONTENT = ("name", "revision", "tokenizer", "split", "configuration", "train_on_prompt", "rejected", "desirable")
 
 
 def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: str | None) -> Source:
@@ -81,7 +81,8 @@ def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: s
         aligned, classes = task not in (None, LANGUAGE_MODEL), 1 if task == _REWARDS else None
         return open_chats(rows.select_columns(columns), loaded, section, aligned=aligned, classes=classes)
     label_is_text = task in _COMPLETED or task == "seq2seq" or section.rejected is not None
-    check_first_texts(rows[0], [column for column in columns if column != section.label or label_is_text])
+    no_texts = (section.desirable, None if label_is_text else section.label)
+    check_first_texts(rows[0], [column for column in columns if column not in no_texts])
     texts = Texts(rows.select_columns(columns), loaded, section, label_is_text=label_is_text)
     own = task in (None, LANGUAGE_MODEL)
     _warn_of_second_begin(loaded, rows[0][section.text], section.name)
@@ -95,9 +96,12 @@ def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: s
         completions = partial(_completions, texts, answers, begin_tokens(texts.tokenizer), closing)
         if section.packed:
             return _packed(texts, completions, aligned=not own)
-        batch = partial(_completed, texts, completions, own)
-        kind, classes = ", ".join([kind, *answers[1:]]), 1 if task == _REWARDS else None
-        return TextSource(texts, kind, batch, classes=classes)
+        rated = None
+        if section.desirable is not None:
+            rated = torch.tensor(ratings(rows, section.desirable, section.name))
+            kind = f"{kind}, desirable {windows.fingerprint(rated.tolist())}"
+        batch, kind = partial(_completed, texts, completions, own, rated), ", ".join([kind, *answers[1:]])
+        return TextSource(texts, kind, batch, classes=1 if task == _REWARDS else None)
     if section.packed:
         return _packed(texts, partial(_whole, texts), aligned=not own)
     match task, section.label:
@@ -135,6 +139,9 @@ def _check_options(section: HuggingFaceData, task: str | None) -> None:
     refused = {
         f"rejected is for language models and for rewards (sequence-classification), but this is {model}; remove it": (
             paired and task not in (None, *_COMPLETED, _REWARDS)
+        ),
+        f"desirable is for language models (causal-lm), but this is {model}; remove it": (
+            section.desirable is not None and task not in (None, *_COMPLETED)
         ),
         f"messages are for language models (causal-lm), but this is {model}; write them as text": (
             chat and task not in (None, *_COMPLETED) and not (paired and task == _REWARDS)
@@ -181,6 +188,10 @@ class Texts:
         for column in self._of_text:
             check_texts(columns[column], indices + 1, column, self.where, UnusableSamples)
         return columns
+
+    def before(self, indices: Indices) -> dict[str, list[Any]]:
+        """Return the columns of the rows before those at `indices`; before the first is the last."""
+        return self._at((indices - 1) % len(self.rows))
 
     def _at(self, indices: Indices) -> dict[str, list[Any]]:
         return cast("dict[str, list[Any]]", self.rows[indices.tolist()])
@@ -231,7 +242,7 @@ class TextSource:
         draws: bool = False,
     ) -> None:
         vocabulary, padding = len(texts.tokenizer), texts.tokenizer.pad_token_id
-        pairs = texts.section.rejected is not None
+        pairs = texts.section.rejected is not None or texts.section.desirable is not None
         self.facts = DataFacts(
             len(texts.rows), None, vocabulary=vocabulary, classes=classes, padding=padding, pairs=pairs
         )
@@ -291,25 +302,35 @@ Ids = list[tuple[list[int], list[bool]]]
 def _completions(texts: Texts, labels: list[str], begin: list[int], end: list[int], indices: Indices) -> Ids:
     """Join prompts with their completions, closed by the tokenizer's end token, if it has one.
 
-    A row for each column of `labels`. The targets are the completion, or both. A sample that is too long loses the
-    beginning of its prompt; a completion that is too long by itself, its end.
+    A row for each column of `labels`, and for rated answers one with the completion of the dataset's row before. The
+    targets are the completion, or both. A sample that is too long loses the beginning of its prompt; a completion that
+    is too long by itself, or another sample's, its end.
     """
     columns, longest = texts.at(indices), texts.section.max_length
     plain = partial(texts.tokenizer, add_special_tokens=False)
     pairs: list[tuple[list[int], list[int]]] = []
     prompts, *answers = (plain(columns[name])["input_ids"] for name in (texts.section.text, *labels))
+    compared = len(answers)
+    if texts.section.desirable is not None:
+        before = [str(text or "") for text in texts.before(indices)[labels[0]]]
+        answers.append(plain(before)["input_ids"])
     for prompt, *completions in zip(prompts, *answers, strict=True):
         completions = [[*ids, *end][: max(longest - len(begin) - (not begin), 1)] for ids in completions]
-        left = max(longest - max(map(len, completions)) - len(begin), 0)
-        pairs += [([*begin, *prompt[max(len(prompt) - left, 0) :]], ids) for ids in completions]
+        left = max(longest - max(map(len, completions[:compared])) - len(begin), 0)
+        prompt = [*begin, *prompt[max(len(prompt) - left, 0) :]]
+        pairs += [(prompt, ids[: max(longest - len(prompt), 1)]) for ids in completions]
     return [
         ([*prompt, *completion], [texts.section.train_on_prompt] * len(prompt) + [True] * len(completion))
         for prompt, completion in pairs
     ]
 
 
-def _completed(texts: Texts, completions: Callable[[Indices], Ids], own: bool, indices: Indices) -> Batch:
-    return padded_batch(completions(indices), texts.tokenizer.pad_token_id, len(indices), aligned=not own)
+def _completed(
+    texts: Texts, completions: Callable[[Indices], Ids], own: bool, rated: Tensor | None, indices: Indices
+) -> Batch:
+    desirable = None if rated is None else rated[torch.from_numpy(indices)]
+    padding = texts.tokenizer.pad_token_id
+    return padded_batch(completions(indices), padding, len(indices), aligned=not own, desirable=desirable)
 
 
 def _whole(texts: Texts, indices: Indices) -> Ids:

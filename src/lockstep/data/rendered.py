@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,7 @@ def open_rendered(
     *,
     aligned: bool,
     classes: int | None = None,
+    rated: Sequence[bool] | None = None,
 ) -> RenderedSource:
     """Return the source of samples that the first process to need them renders. Raises ConfigError.
 
@@ -63,12 +64,13 @@ def open_rendered(
         kind: Folder in the cache.
         key: Hash of all that the samples depend on.
         rows: Their number.
+        rated: Whether each row's answer is desirable; None: they aren't rated.
     """
     if section.packed and not aligned:
         raise ConfigError("only models of the transformers library keep samples in a row apart; remove packed")
     write = partial(_write, rows, section, render)
     folder = cached_folder(kind, key, f"rendering the {_noun(section)} of {section.name}", write)
-    return RenderedSource(folder, tokenizer, section, aligned=aligned, classes=classes)
+    return RenderedSource(folder, tokenizer, section, aligned=aligned, classes=classes, rated=rated)
 
 
 def _noun(section: HuggingFaceData) -> str:
@@ -124,8 +126,9 @@ def _samples(
 class RenderedSource:
     """Rendered texts: `lengths` in tokens, and what is told about them: their `changes`, and how they are packed.
 
-    A pair is one sample, with the chosen conversation in one row of a batch, and the rejected one in the next. Packed
-    texts are put into samples, longest first, the same in each epoch (`tokens.pack`).
+    A pair is one sample, with the chosen conversation in one row of a batch, and the rejected one in the next; and so
+    is a rated one, with the answer of the dataset's row before to the same prompt in the next. Packed texts are put
+    into samples, longest first, the same in each epoch (`tokens.pack`).
 
     If `aligned`, for models of the transformers library, targets have the places of their ids, and the objective shifts
     them. Otherwise they have those of the ids before.
@@ -134,7 +137,14 @@ class RenderedSource:
     draws = False
 
     def __init__(
-        self, folder: Path, tokenizer: Any, section: HuggingFaceData, *, aligned: bool, classes: int | None = None
+        self,
+        folder: Path,
+        tokenizer: Any,
+        section: HuggingFaceData,
+        *,
+        aligned: bool,
+        classes: int | None = None,
+        rated: Sequence[bool] | None = None,
     ) -> None:
         self._ids = np.memmap(folder / "ids", np.uint32, "r").view(np.ndarray)
         self._targets = np.memmap(folder / "targets", np.bool_, "r").view(np.ndarray)
@@ -146,13 +156,17 @@ class RenderedSource:
         self._padding = tokenizer.pad_token_id
         self._aligned = aligned
         self._packing = pack(self._offsets, section.max_length) if section.packed else None
+        self._desirable = None if rated is None else torch.tensor(rated)[torch.from_numpy(self._rows)]
+        if rated is not None:
+            self.fingerprint = windows.fingerprint("rated", self.fingerprint, rated)
         samples, notes = len(self._rows), [_changes(facts, section)]
         if self._packing:
             self.fingerprint = windows.fingerprint("packed", self.fingerprint, section.max_length)
             samples, filled = self._packing.samples, 1 - self._packing.padding
             notes.append(f"{len(self._rows):,} {_noun(section)} packed into {samples:,} samples, {filled:.1%} filled")
         self.changes = [note for note in notes if note]
-        pairs, sizes = section.rejected is not None, {"vocabulary": len(tokenizer), "tokens": int(self.lengths.sum())}
+        pairs = section.rejected is not None or rated is not None
+        sizes = {"vocabulary": len(tokenizer), "tokens": int(self.lengths.sum())}
         self._per_sample = 2 if pairs else 1
         self.facts = DataFacts(samples, None, classes=classes, padding=self._padding, pairs=pairs, **sizes)
 
@@ -162,7 +176,8 @@ class RenderedSource:
         texts = (indices[:, None] * self._per_sample + np.arange(self._per_sample)).reshape(-1)
         places = [slice(self._offsets[text], self._offsets[text + 1]) for text in texts]
         joined = [(self._ids[place].astype(np.int64), self._targets[place].copy()) for place in places]
-        return padded_batch(joined, self._padding, len(indices), aligned=self._aligned)
+        desirable = None if self._desirable is None else self._desirable[torch.from_numpy(indices)]
+        return padded_batch(joined, self._padding, len(indices), aligned=self._aligned, desirable=desirable)
 
     def rows_of(self, index: int) -> list[int]:
         """Return the numbers of the dataset's rows in a sample: one, or as many as are packed."""
@@ -204,8 +219,15 @@ def _changes(counts: Mapping[str, int], section: HuggingFaceData) -> str:
     return f"of {counts['rows']:,} {_noun(section)}, {'; '.join(parts)}" if parts else ""
 
 
-def padded_batch(rows: list[tuple[Any, Any]], padding: int, samples: int, *, aligned: bool) -> Batch:
-    """Return rows of (ids, which are targets), padded on the right; `aligned` as for `RenderedSource`."""
+def padded_batch(
+    rows: list[tuple[Any, Any]], padding: int, samples: int, *, aligned: bool, desirable: torch.Tensor | None = None
+) -> Batch:
+    """Return rows of (ids, which are targets), padded on the right.
+
+    Args:
+        aligned: As for `RenderedSource`.
+        desirable: Whether the answer of each sample is; None: they aren't rated.
+    """
     width = max(len(ids) for ids, _ in rows)
     ids = torch.full((len(rows), width), padding)
     mask, targets = torch.zeros_like(ids), torch.full_like(ids, IGNORED)
@@ -213,10 +235,10 @@ def padded_batch(rows: list[tuple[Any, Any]], padding: int, samples: int, *, ali
         joined, size = torch.as_tensor(values), len(values)
         ids[row, :size], mask[row, :size] = joined, 1
         targets[row, :size] = torch.where(torch.as_tensor(marked), joined, IGNORED)
-    tokens = int(mask.sum())
-    if aligned:
-        return Batch({"input_ids": ids, "attention_mask": mask}, targets, samples, tokens)
-    return Batch({"tokens": ids}, following(targets), samples, tokens)
+    moved = targets if aligned else following(targets)
+    wanted = moved if desirable is None else {"answers": moved, "desirable": desirable}
+    inputs = {"input_ids": ids, "attention_mask": mask} if aligned else {"tokens": ids}
+    return Batch(inputs, wanted, samples, int(mask.sum()))
 
 
 def following(targets: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ add zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -51,6 +51,7 @@ class EagerEngine:
         key_draws: Called before each forward.
         muted: Makes a context that drops what user code logs, such as for padding samples.
         prepare: Returns the micro-batch to compute, of a micro-batch; None: the same.
+        ahead: Returns the micro-batches to compute, of all of an update or an evaluation; None: the same.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class EagerEngine:
         muted: Context = nullcontext,
         prepare: Callable[[Batch], Batch] | None = None,
         clock: PhaseClock | None = None,
+        ahead: Callable[[Iterable[Batch]], Sequence[Batch]] | None = None,
     ) -> None:
         self._step = step
         self._model = model
@@ -71,6 +73,7 @@ class EagerEngine:
         self._key_draws = key_draws
         self._muted = muted
         self._prepare = prepare
+        self._ahead = ahead
         self._clock = clock or PhaseClock()
         self._phase = _FORWARD  # or the backward of the current micro-batch
         self.losses: list[Tensor] = []
@@ -78,11 +81,16 @@ class EagerEngine:
         self._seed_scale = 0.0
 
     def accumulate(self, batch: GlobalBatch, seed_scale: float | Tensor, announce: Callable[[Tensor], None]) -> None:
-        step, micro_batches = self._step, batch.micro_batches
+        step = self._step
+        micro_batches: Sequence[Batch] = batch.micro_batches
         last = len(micro_batches) - 1
         self.losses = []
         index = 0
         try:
+            if self._ahead is not None:
+                self._phase = _FORWARD
+                self._clock.enter(ClockPhase.FORWARD)
+                micro_batches = self._ahead(micro_batches)
             for index, micro_batch in enumerate(micro_batches):
                 self._phase = _FORWARD
                 self._clock.enter(ClockPhase.FORWARD)
@@ -142,6 +150,8 @@ class EagerEngine:
             return call(self._model, inputs)
 
     def evaluate(self, micro_batches: Iterable[Batch], observe: Observe = unobserved) -> Mapping[str, Tensor]:
+        if self._ahead is not None:
+            micro_batches = self._ahead(micro_batches)
         return sum_over(self._model, micro_batches, partial(self._sums, observe), self._muted)
 
     def _sums(self, observe: Observe, batch: Batch) -> dict[str, Tensor]:

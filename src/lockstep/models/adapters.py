@@ -14,6 +14,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -28,6 +29,7 @@ from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.formatting import listed
 from lockstep.core.hub import commit_of
+from lockstep.core.modes import evaluation_mode
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.initialization import generators_keyed
 from lockstep.models.meta_model import MetaModel, in_memory
@@ -78,6 +80,24 @@ def seen_through(module: nn.Module) -> nn.Module:
     model: nn.Module = wrapper.get_base_model()
     _record(model, wrapper, {plain_name(name): tensor for name, tensor in _tensors(model).items()})
     return model
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Have the model compute as without its adapter, and in evaluation mode, while the block runs."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds: Any = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, kinds)]
+    with evaluation_mode(model):
+        try:
+            for layer in layers:  # peft's own method also freezes the adapter, which wrappers of the model don't expect
+                layer._disable_adapters = True
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
 
 
 _PROMPTS = "a learned prompt makes the model's sequences longer than the data's, which Lockstep's objectives don't know"

@@ -18,7 +18,7 @@ from lockstep.core.protocols import EvaluatedObjective, Objective
 from lockstep.core.records import IGNORED
 from lockstep.models.heads import Head
 from lockstep.models.objectives import ClassifierLoss, ModelLoss, SpanLoss, TargetLoss
-from lockstep.models.preferences import DistillLoss, Log, PairLoss, unlogged
+from lockstep.models.preferences import DistillLoss, Log, PairLoss, RatedLoss, unlogged
 from lockstep.models.torch_losses import TorchLoss, construct_objective, loss_module
 from lockstep.plan.batch import smallest_micro_batch
 
@@ -37,7 +37,7 @@ _TASK_KINDS = {
 """Kinds of objectives by tasks of a transformers model; other tasks have the name of their kind."""
 
 
-_PAIRED_BY = {kind: "classification" if kind == "reward" else "next-token" for kind in PAIRS}
+_PAIRED_BY = {kind: "classification" if kind == "reward" else "next-token" for kind in (*PAIRS, "kto")}
 """Kinds of objectives that a model must be made for, by objectives of pairs."""
 
 
@@ -97,6 +97,9 @@ def build_objective(
     if kind == "distill":
         plain = objective.model_copy(update={"kind": "auto"})
         return _distilled(build_objective(plain, model, facts, head, aligned=aligned), objective)
+    if kind == "kto":
+        weights = objective.desirable_weight, objective.undesirable_weight
+        return RatedLoss(beta=objective.beta or 0.1, weights=weights, shift=aligned, log=log)
     if kind in PAIRS:
         beta = objective.beta or {"simpo": 2.0, "reward": 1.0}.get(kind, 0.1)
         margin = objective.margin if kind == "simpo" else 0.0

@@ -28,7 +28,7 @@ from lockstep.core.metric_names import metric_classes, metric_names, plain
 from lockstep.core.records import IGNORED
 from lockstep.models.objectives import ClassifierLoss, ModelLoss, SpanLoss, TargetLoss
 from lockstep.models.outputs import logits_of
-from lockstep.models.preferences import DistillLoss, PairLoss
+from lockstep.models.preferences import DistillLoss, PairLoss, RatedLoss
 from lockstep.models.vocab_parallel_loss import full_logits
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def outcome_of(objective: EvaluatedObjective, batch: Batch, size: int | None) ->
     if isinstance(objective, ClassifierLoss):
         kinds = {"regression": NUMBERS, "multi_label_classification": LABELS}
         return Outcome(kinds.get(objective.kind_of(batch.targets), CLASSES), objective.labels)
-    if isinstance(objective, SpanLoss | ModelLoss | PairLoss | DistillLoss):
+    if isinstance(objective, SpanLoss | ModelLoss | PairLoss | RatedLoss | DistillLoss):
         why = "the objective has no outputs with a target each, but pairs, spans, or a loss of the model; leave it out"
         raise ConfigError(Problem("", "evaluation.metrics", why))
     return Outcome(OWN, size)

@@ -140,17 +140,33 @@ def traffic(name: str, volume: Volume, ranks: int, *, micro_batches: int = 1, re
 
 
 def sent_bytes(
-    config: Config, layout: RunLayout, parameters: Sequence[ParameterFacts], mesh: Mesh, batch: BatchPlan
+    config: Config,
+    layout: RunLayout,
+    parameters: Sequence[ParameterFacts],
+    mesh: Mesh,
+    batch: BatchPlan,
+    companion: Sequence[ParameterFacts] = (),
 ) -> float | None:
-    """Return the bytes that a rank sends in a step; None where the model or its sequences are partitioned."""
+    """Return the bytes that a rank sends in a step; None where the model or its sequences are partitioned.
+
+    Args:
+        companion: The parameters of a second model; empty: there is none, or it is the model without its adapter.
+    """
     if mesh.pieces > 1 or mesh.context > 1:
         return None
     if mesh.shares == 1:
         return 0.0
-    volume = volume_of(config.with_values(parallel={"strategy": layout.strategy.name}), parameters)
+    config = config.with_values(parallel={"strategy": layout.strategy.name})
+    volume = volume_of(config, parameters)
     replicas = mesh.data if layout.variant.mesh == "hybrid" else 1
     name = layout.variant.name
-    return traffic(name, volume, mesh.shares, micro_batches=batch.accumulation, replicas=replicas).total
+    sent = traffic(name, volume, mesh.shares, micro_batches=batch.accumulation, replicas=replicas).total
+    if config.objective.second_model is None or not layout.variant.state.parameters:
+        return sent
+    forwards = [companion or parameters, *([parameters] if config.objective.kind == "kto" else [])]
+    gathered = [Volume(volume_of(config, each).parameters, gradients=0) for each in forwards]
+    shards = mesh.shares // replicas
+    return sent + sum(Update(each, shards, 1, 1).traffic(batch.accumulation, 0).total for each in gathered)
 
 
 def volume_of(

@@ -145,7 +145,7 @@ def make_plan(
         modules=parameters_by_module(parameters),
         groups=group_parameters(parameters, config.optim),
         placements=_possible(placements(state_of(config, ranks, held), ranks, layout, mesh), request),
-        sent=sent_bytes(config, layout, parameters, mesh, batch),
+        sent=sent_bytes(config, layout, parameters, mesh, batch, companion),
         bubble=_waits(config.parallel.pipeline_parallel, mesh, batch),
         warnings=(),
     )

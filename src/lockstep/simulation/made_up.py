@@ -7,6 +7,7 @@ sequence-classification    the same                                 classes [B],
 none, with a label         tokens, mask [B, T]                      classes [B]
 tokens, packed text        input_ids or tokens [B, T], no mask      the same ids, or the next ones
 packed, each for itself    input_ids, position_ids [B, T]           ids [B, T]
+pairs, rated answers       two rows for each sample                 the same; rated: also what is desirable [B]
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.schema import CustomData, HuggingFaceData, HuggingFaceModel, Tokens
+from lockstep.config.training_sections import PAIRS
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import LANGUAGE_MODEL, Batch, DataFacts
 from lockstep.data.sources import check_task
@@ -37,6 +39,8 @@ class MadeUp:
 
     Args:
         outputs: Numbers that are a sample's target; 0: its class; None: ids.
+        rows: Of a batch, for each sample.
+        rated: Their answers are desirable or not.
     """
 
     draws = False
@@ -52,6 +56,8 @@ class MadeUp:
         outputs: int | None = None,
         *,
         positions: bool = False,
+        rows: int = 1,
+        rated: bool = False,
     ) -> None:
         self._length = length
         self._ids = vocabulary or 2
@@ -59,10 +65,12 @@ class MadeUp:
         self._masked = masked
         self._positions = positions
         self._outputs = outputs
-        self.facts = DataFacts(samples, length, vocabulary=vocabulary)
+        self._rows = rows
+        self._rated = rated
+        self.facts = DataFacts(samples, length, vocabulary=vocabulary, pairs=rows > 1)
 
     def fetch(self, indices: Indices) -> Batch:
-        samples = len(indices)
+        samples = len(indices) * self._rows
         ids = (torch.arange(self._length + 1) % self._ids).repeat(samples, 1)
         inputs, following = ids[:, :-1].clone(), ids[:, 1:].clone()
         inputs_by_name = {"tokens" if self._own else "input_ids": inputs}
@@ -71,10 +79,12 @@ class MadeUp:
             inputs_by_name |= {"mask": mask.bool()} if self._own else {"attention_mask": mask}
         if self._positions:
             inputs_by_name["position_ids"] = torch.arange(self._length).repeat(samples, 1)
-        targets = following if self._own else inputs.clone()
+        targets: Any = following if self._own else inputs.clone()
+        if self._rated:
+            targets = {"answers": targets, "desirable": torch.ones(len(indices), dtype=torch.bool)}
         if self._outputs is not None:
             targets = self._classes_or_numbers(samples)
-        return Batch(inputs_by_name, targets, samples, samples * self._length)
+        return Batch(inputs_by_name, targets, len(indices), samples * self._length)
 
     def _classes_or_numbers(self, samples: int) -> Tensor:
         assert self._outputs is not None, "the targets are no ids"
@@ -96,7 +106,9 @@ def made_up_data(config: Config, facts: DataFacts) -> CustomData:
             arguments |= {"length": length, "masked": False, "positions": apart}
         case HuggingFaceData(max_length=length, label=label):
             has_classes = task == "sequence-classification" or (task is None and label is not None)
+            paired, rated = train.rejected is not None, train.desirable is not None
             arguments |= {"length": length, "masked": not own or has_classes}
+            arguments |= {"rows": 1 + (paired or rated), "rated": rated}
             if has_classes:
                 arguments["outputs"] = _outputs(config)
         case _:
@@ -113,7 +125,8 @@ def made_up_texts(config: Config, model: object, length: int) -> MadeUp:
         why = "is known for language models of transformers and of Lockstep only; pass train_dataset=[sample] * 64"
         raise ConfigError(Problem("", "length", why))
     vocabulary = _stated_vocabulary(config) or getattr(getattr(head, "config", None), "vocab_size", None)
-    return MadeUp(_ENOUGH, length, vocabulary, own, masked=False)
+    rows, rated = 1 + (config.objective.kind in (*PAIRS, "kto")), config.objective.kind == "kto"
+    return MadeUp(_ENOUGH, length, vocabulary, own, masked=False, rows=rows, rated=rated)
 
 
 def _outputs(config: Config) -> int:

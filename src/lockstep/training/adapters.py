@@ -93,7 +93,7 @@ def base_of(section: Model, model: nn.Module, axis: Axis) -> Mapping[str, str | 
         adapter, or all follows from the config's architecture and seed.
     """
     adapter = adapter_of(model)
-    place = getattr(section, "pretrained", None) or (None if _continues(section) else section.init_from)
+    place = getattr(section, "pretrained", None) or (None if continues(section) else section.init_from)
     if adapter is None or (place is None and section.kind not in ("custom", "given")):
         return None
 
@@ -116,7 +116,7 @@ def identity_of_values(model: nn.Module, names: Iterable[str], axis: Axis) -> Ma
     return cast("Mapping[str, str | None]", from_first_rank(axis, find))
 
 
-def _continues(section: Model) -> bool:
+def continues(section: Model) -> bool:
     """Return whether `init_from` is an adapter, and not a base."""
     return section.init_from is not None and (Path(section.init_from).expanduser() / ADAPTER_FILE).is_file()
 
@@ -154,7 +154,7 @@ def merged(config: Config, adapter: Adapter, tensors: Mapping[str, Tensor], give
     if config.model.kind == "given":
         why = "--merge builds the base from the config, and this one was passed in Python; export without it, then use "
         raise ConfigError(f"{why}PeftModel.from_pretrained(model, FOLDER).merge_and_unload()")
-    plain = config.with_values(model={**PLAIN, **({"init_from": None} if _continues(config.model) else {})})
+    plain = config.with_values(model={**PLAIN, **({"init_from": None} if continues(config.model) else {})})
     base = dequantized(make_model(plain, facts_of_data(plain, given), given), config)
     with tempfile.TemporaryDirectory(prefix="lockstep-merge-") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of its libraries about each other

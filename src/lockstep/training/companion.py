@@ -3,7 +3,8 @@
 batch --> companion, without gradients --> objective.from_companion --> batch.companion --> loss_sum(outputs, batch)
 
 It is the model as the run begins, or pretrained weights. Where the strategy shards parameters, it is sharded as fsdp
-does; elsewhere each rank has all of it. Checkpoints name it, and don't hold it.
+does; elsewhere each rank has all of it. Checkpoints name it, and don't hold it. The model as an adapter's run begins is
+that model without the adapter: there is no second one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config.schema import ActivationCheckpointing, HuggingFaceModel
 from lockstep.config.training_sections import INITIAL
@@ -21,7 +22,7 @@ from lockstep.models.model_tensors import model_tensors
 from lockstep.models.weight_matching import match_initial_weights
 from lockstep.optim.absent import NoOptimizer
 from lockstep.strategies.registry import REFERENCE, find_strategy
-from lockstep.training.adapters import identity_of, identity_of_values, lower_frozen
+from lockstep.training.adapters import continues, identity_of, identity_of_values, lower_frozen
 from lockstep.training.parallelize import WholeModel, parallelize, tensor_plan_of
 
 if TYPE_CHECKING:
@@ -41,16 +42,29 @@ _KEY = "objective.companion"
 
 
 def _section(config: Config) -> Model | None:
-    """Return the companion as a section `model`; None: there is none. Raises ConfigError."""
+    """Return the companion as a section `model`; None: there is none, or it is the base. Raises ConfigError."""
     place = config.objective.second_model
-    if place in (None, INITIAL):
-        return None if place is None else config.model
+    if place is None or is_base(config):
+        return None
+    if config.model.quantization is not None:
+        why = "a companion isn't quantized, so it isn't the same model; take the base itself (initial), or leave it out"
+        raise ConfigError(Problem("", "model.quantization", why))
+    if place == INITIAL:
+        return config.model
     if not isinstance(config.model, HuggingFaceModel):
         why = f"{place} is for a model of kind huggingface, and this is one of kind {config.model.kind}; set initial"
         raise ConfigError(Problem("", _KEY, why))
     revision = config.model.revision if place == config.model.pretrained else None
     keys = {"pretrained": place, "revision": revision, "architecture": None, "init_from": None, "init_partial": False}
     return config.model.model_copy(update=keys)
+
+
+def is_base(config: Config) -> bool:
+    """Return whether the companion is the model without its adapter, which changes nothing before it is trained."""
+    adapter = config.model.adapter
+    if config.objective.second_model != INITIAL or adapter is None or continues(config.model):
+        return False
+    return adapter.kind != "lora" or adapter.bias == "none"  # else biases of the base are trained
 
 
 def companion_facts(
@@ -93,9 +107,18 @@ def whole_companion(
             weights.put(companion)
     if section is not config.model:
         companion.requires_grad_(False)
+        if config.objective.kind == "distill" and (sizes := [*map(_outputs, (companion, model))])[0] != sizes[1]:
+            why = f"it has {sizes[0]:,} tokens or classes, and the model {sizes[1]:,}; take a teacher of the same ones"
+            raise ConfigError(Problem("", _KEY, why))
     lower_frozen(companion, config, device).requires_grad_(False).eval()
     tensor_plan = tensor_plan_of(config.parallel.tensor_parallel, plan.mesh, companion)
     return WholeModel(companion, list(model_tensors(companion).shapes), meta, weights, tensor_plan, sample)
+
+
+def _outputs(model: Any) -> int:
+    """Return the number of tokens or classes of a transformers model."""
+    head = model.get_output_embeddings()
+    return int(model.config.num_labels if head is None else head.weight.shape[0])
 
 
 def _is_sharded(config: Config, plan: Plan) -> bool:

@@ -57,23 +57,32 @@ def shown_data(config: Config, given: UserObjects, samples: int) -> Iterator[lis
     loader = TrainingLoader(source, plan, 0, config.run.seed, config.data, torch.device("cpu"), lambda batch: 0.0)
     progress = Progress()
     batches = loader.micro_batches(progress)
-    parts = (", chosen", ", rejected") if source.facts.pairs else ("",)
     numbers, tokens, places, targets = loader.own_samples(progress), 0, 0, 0
     for indices in numbers:
-        batch = next(batches)
+        batch, rated = _rated(next(batches))
         if shifts and isinstance(batch.targets, Tensor):  # the first id of a text isn't predicted
             batch = replace(batch, targets=batch.targets.index_fill(1, torch.tensor([0]), IGNORED))
         tokens, places = tokens + batch.tokens, places + _places(batch)
         targets += _num_targets(batch.targets)
         for number, index in enumerate(indices[: max(samples, 0)]):
             rows = opened.rows_of(index) if isinstance(opened, RenderedSource) else []
-            for row, part in zip(range(number * len(parts), (number + 1) * len(parts)), parts, strict=True):
+            parts = (", chosen", ", rejected") if source.facts.pairs else ("",)
+            if rated:
+                parts = (", desirable" if rated[number] else ", undesirable", ", with another's answer")
+            for row, part in enumerate(parts, number * len(parts)):
                 yield from _sample(batch, row, f"sample {index:,}", part, rows, decode)
         samples -= len(indices)
     loader.close()
     yield _line(f"{config.data.train.kind}: {source.facts.samples:,} samples")
     yield from map(_line, opened.changes if isinstance(opened, RenderedSource) else ())
     yield _line(f"first step: {size:,} samples, {_sizes(tokens, places, targets, plan.micro_size)}")
+
+
+def _rated(batch: Batch) -> tuple[Batch, list[bool]]:
+    """Return a batch with its answers as targets, and which of them are desirable; empty: they aren't rated."""
+    if not isinstance(batch.targets, Mapping) or "desirable" not in batch.targets:
+        return batch, []
+    return replace(batch, targets=batch.targets["answers"]), batch.targets["desirable"].tolist()
 
 
 def _sizes(tokens: int, places: int, targets: int, micro_size: int) -> str:

@@ -22,15 +22,16 @@ from torch import nn
 
 from lockstep.config.schema import HuggingFaceData
 from lockstep.core.errors import ConfigError, Problem
-from lockstep.core.protocols import Transform
+from lockstep.core.protocols import LooksAhead, Transform
 from lockstep.data.loader import first_batch
 from lockstep.distributed.collectives import LocalGroup
 from lockstep.distributed.consensus import DeviceConsensus, HostConsensus
 from lockstep.distributed.forward_mode import ForwardMode
 from lockstep.distributed.mesh_position import MeshPosition, mesh_position, stage_pair
 from lockstep.distributed.rng import KeyedDraws
-from lockstep.engine.companion import Companion
+from lockstep.engine.companion import Ahead, Companion
 from lockstep.engine.eager import EagerEngine, call
+from lockstep.models.adapters import without_adapter
 from lockstep.models.attention_masks import refuse_packed
 from lockstep.models.blocks import blocks_in_line, repeated_blocks
 from lockstep.models.chunked_loss import ChunkedHeadLoss, chunk_head_loss
@@ -399,7 +400,7 @@ def build_engine(
     Args:
         computed: `objective` as a rank computes it.
         masks: Makes a context for each forward of the model, in addition to autocast.
-        companion: As this rank holds it; None: there is none.
+        companion: As this rank holds it; None: there is none, or it is the model without its adapter.
 
     Raises:
         ConfigError: The parallelized model doesn't compute what the whole model computes.
@@ -429,7 +430,7 @@ def build_engine(
         pipelined.check(few().inputs)
         check_tensor_plan([partial(pipelined.run_alone, stage) for stage in made.stages.own])
         return pipelined
-    prepare = _preparation(computed, companion, autocast)
+    prepare, ahead = _preparation(config, world, model, computed, companion, autocast)
     if made.context is not None:
         from lockstep.engine.context_parallel import ContextEngine, SequenceDivider
 
@@ -442,15 +443,26 @@ def build_engine(
             engine.check(few(), world.axis)
         return engine
     check_tensor_plan([lambda batch: call(model, batch.inputs)])
-    return EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, prepare, world.clock)
+    return EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, prepare, world.clock, ahead)
 
 
 def _preparation(
-    computed: EvaluatedObjective, companion: nn.Module | None, autocast: Callable[[], AbstractContextManager[object]]
-) -> Callable[[Batch], Batch] | None:
-    if companion is not None:
-        return Companion(companion, computed, autocast, muted_logging)
-    return computed.show if isinstance(computed, ChunkedHeadLoss) else None
+    config: Config,
+    world: World,
+    model: nn.Module,
+    computed: EvaluatedObjective,
+    companion: nn.Module | None,
+    autocast: Callable[[], AbstractContextManager[object]],
+) -> tuple[Callable[[Batch], Batch] | None, Ahead | None]:
+    """Return what prepares each micro-batch, and what prepares all of an update together."""
+    if config.objective.second_model is None:
+        return computed.show if isinstance(computed, ChunkedHeadLoss) else None, None
+    within = partial(without_adapter, model) if companion is None else nullcontext
+    second = model if companion is None else companion
+    prepare = Companion(second, computed, autocast, muted_logging, within)
+    if isinstance(computed, LooksAhead):
+        return None, Ahead(prepare, model, computed, world.axis.sum, autocast, muted_logging)
+    return prepare, None
 
 
 def _both(

@@ -50,7 +50,7 @@ _OWN_STEP = (
     "optimizer (optim.* or optimizer=...); the model is called by its forward"
 )
 _EVALUATION = ItemReading(evaluates=True)
-_OF_TOKENS = ("next-token", "distill", *PAIRS)
+_OF_TOKENS = ("next-token", "distill", "kto", *PAIRS)
 """Objectives with targets that may be aligned with the input tokens."""
 _TASKS = {"next-token": "causal-lm", "classification": "sequence-classification"}
 """Tasks by kinds of heads; others have the same name."""
