@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 80_387
+MOST_LINES = 80_761
 MOST_FILES = 480
-MOST_CODE = 48_750
+MOST_CODE = 49_010
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
-LARGER_PACKAGES = {"training": 10_141}
+LARGER_PACKAGES = {"training": 10_185}
 MOST_SMALL_FILES = 7
 """Files of less than 60 lines, an `__init__` aside, that one other file imports."""
 MOST_IN_CIRCLES: dict[str, int] = {}
