@@ -30,6 +30,9 @@ def config(**sections):
     return Config.model_validate({**values, **sections})
 
 
+BF16 = {"precision": {"compute": "bf16"}}
+
+
 def plan(ranks=1, facts=FACTS, parameters=PARAMETERS, **sections):
     return make_plan(config(**sections), ranks, facts, parameters)
 
@@ -205,6 +208,17 @@ def test_parameters_that_stage_3_keeps_whole_follow_its_config(keys, kept):
     smallest = sum(fact.elements for fact in PARAMETERS if fact.elements <= 23)
     assert planned.placement.parameters == 70 * 4 / 2 + 4 * (smallest if kept is None else kept)
     assert plan(1, parallel={"strategy": "deepspeed", "deepspeed": deepspeed}).placement.parameters == 70 * 4
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (3, 2)])
+def test_weights_in_bf16_take_two_bytes_beside_the_fp32_values_that_are_updated(stage, ranks):
+    rows = [
+        plan(2, parallel={"strategy": "deepspeed", "deepspeed": {"zero_stage": stage, **keys}}, **BF16).placement
+        for keys in ({}, {"bf16_weights": True})
+    ]
+    whole = [row.parameters for row in rows]
+    assert (whole[1], rows[1].optimizer, rows[1].gradients) == (whole[0] / 2, rows[0].optimizer, rows[0].gradients)
+    assert whole[1] >= 70 * 2 / ranks
 
 
 @pytest.mark.parametrize(("strategy", "parts", "name"), [("ddp", 1, "context"), ("fsdp", 4, "context+fsdp")])

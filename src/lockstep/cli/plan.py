@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_run, approved_config, size
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.json_output import emit
-from lockstep.core.terminal import echo
+from lockstep.core.terminal import echo, muted_stderr
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
+    from lockstep.plan.gpus import GPUCluster
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -33,6 +34,10 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     parser.add_argument("--gpus", metavar="NAME:N", help=text)
     parser.add_argument("--nodes", type=int, metavar="N", help="with --gpus: nodes; default 1")
     parser.add_argument("--price", metavar="PRICE", help="with --gpus: of a GPU for an hour, such as 2.5USD")
+    text = "with --gpus: find the best strategy, micro-batch and activation checkpointing that fit, as an overlay"
+    parser.add_argument("--search", action="store_true", help=text)
+    text = "with --search: what is best; cost is time x GPUs, so on given ones the fastest is the cheapest"
+    parser.add_argument("--goal", choices=["time", "cost", "memory"], default="time", help=text)
     text = "strategies to simulate for their peak memory; default %(default)s"
     parser.add_argument("--peak", choices=["all", "planned", "none"], default="all", help=text)
     text = "also run three updates here; show predicted and measured memory"
@@ -44,8 +49,12 @@ def prepare(arguments: Sequence[str]) -> Prepared:
         raise ConfigError("--modes is for --measure: --measure --modes all")
     if args.gpus is None and (args.nodes is not None or args.price is not None):
         raise ConfigError("--nodes and --price are for --gpus, such as --gpus H100:8")
+    if args.search and (args.gpus is None or args.measure):
+        raise ConfigError("--search needs the GPUs to search on, such as --gpus H100:8, and measures nothing here")
+    if args.goal != "time" and not args.search:
+        raise ConfigError("--goal is for --search: --search --goal memory")
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
-    execute = _measure_modes if args.modes else _plan
+    execute = _measure_modes if args.modes else _search if args.search else _plan
     return Prepared(partial(execute, args, loaded, name), loaded.config, f"plan-{name}")
 
 
@@ -62,17 +71,42 @@ def _measure_modes(args: argparse.Namespace, loaded: LoadedConfig, _: str) -> in
     return 0
 
 
+def _on_cluster(args: argparse.Namespace, loaded: LoadedConfig) -> tuple[LoadedConfig, GPUCluster | None]:
+    from lockstep.plan.gpus import parse_cluster
+
+    if args.gpus is None:
+        return loaded, None
+    cluster = parse_cluster(args.gpus, 1 if args.nodes is None else args.nodes)
+    return replace(loaded, config=loaded.config.with_values(launch={"ranks": cluster.ranks})), cluster
+
+
+def _search(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
+    from lockstep.simulation.planning import estimator_for
+    from lockstep.simulation.search import describe, search
+    from lockstep.training.user_objects import refuse_given
+
+    refuse_given(loaded)
+    loaded, cluster = _on_cluster(args, loaded)
+    estimator = estimator_for(loaded, args.memory, cluster, trust_remote_code=args.trust_remote_code)
+    with muted_stderr():  # of torch's remarks on a device that it doesn't know
+        found = search(estimator, args.goal)
+    if not args.json:
+        echo(f"{name} on {cluster}\n{describe(found, args.goal)}", flush=True)
+    emit({"found": None if found.best is None else found.best.overlay, **found.as_json()})
+    if found.best is None:
+        raise RunFailed("no config fits; name more or larger GPUs")
+    return 0
+
+
 def _plan(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
-    from lockstep.plan.gpus import parse_cluster, parse_price
+    from lockstep.plan.gpus import parse_price
     from lockstep.plan.plan import as_json, describe
     from lockstep.training.planning import plan_run
     from lockstep.training.user_objects import refuse_given
 
     trust = args.trust_remote_code
-    cluster = None if args.gpus is None else parse_cluster(args.gpus, 1 if args.nodes is None else args.nodes)
+    loaded, cluster = _on_cluster(args, loaded)
     price = None if args.price is None else parse_price(args.price)
-    if cluster is not None:
-        loaded = replace(loaded, config=loaded.config.with_values(launch={"ranks": cluster.ranks}))
     memory = args.memory if args.memory or cluster is None else cluster.gpu.memory
     decision: Any = (None, "")
     if args.peak != "none":

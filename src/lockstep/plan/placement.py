@@ -110,7 +110,8 @@ def _place(strategy: Strategy, variant: Variant, state: State, ranks: int) -> Pl
     if state.optim.ema is not None:
         optimizer += gradients  # as many bytes
     masters = gradients if sharding.masters else 0
-    sizes = [each.elements * 4 if strategy.memory.in_fp32 else each.bytes for each in state.parameters]
+    width = (strategy.memory.element_bytes(options)[0] or 4) if strategy.memory.in_fp32 else None
+    sizes = [each.bytes if width is None else each.elements * width for each in state.parameters]
     kept = 0
     if sharding.kept_whole and ranks > 1:
         whole = resolved(sharding.kept_whole)(options, [parameter.elements for parameter in state.parameters])

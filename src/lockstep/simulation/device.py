@@ -261,6 +261,13 @@ def _device() -> Any:
     return _Device()
 
 
+def current_stream() -> int:
+    """Return a number for the current stream: 0 for the default one."""
+    module = _device()
+    stream = module.current_stream()
+    return 0 if stream is module.default else id(stream)
+
+
 def note_wait(call: str) -> None:
     """Record that the host waits for the device in this call."""
     on_wait = _device().on_wait

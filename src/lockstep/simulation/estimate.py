@@ -20,6 +20,7 @@ from lockstep.plan.stated_facts import sizes_of_config
 from lockstep.simulation import device
 from lockstep.simulation.failing import Unpredictable, UserCodeFails, explained
 from lockstep.simulation.made_up import made_up_data
+from lockstep.simulation.reserved import reserved_of
 from lockstep.simulation.timing import step_time
 from lockstep.simulation.trace import StepTrace
 from lockstep.simulation.updates import UPDATES, peak_of_rank
@@ -49,7 +50,8 @@ class StrategyMemory:
         name: The name of the strategy's variant, as in the plan.
         planned: Whether it is the config's own.
         peak: None if it can't be simulated.
-        fits: Whether the peak takes at most nine tenths of a rank's memory; None if either is unknown.
+        fits: Whether a GPU has what the rank reserves, or, of an unknown one, whether the peak takes at most nine
+            tenths of a rank's memory; None if that is unknown.
         note: The change that makes it fit, or why it can't be simulated; may be empty.
         time: Of a step on the cluster, if one is named.
         modules: The whole model's parameters by module and dtype.
@@ -75,6 +77,7 @@ class StrategyMemory:
             "peak_bytes": None if peak is None else peak.bytes,
             "fits": self.fits,
             **categories,
+            **({} if peak is None or peak.reserved is None else peak.reserved.as_json()),
             "note": self.note,
             **({} if self.time is None else self.time.as_json()),
         }
@@ -134,16 +137,17 @@ class Estimator:
             return StrategyMemory(name, planned, None, None, refusal or str(error), fails=fails)
         fits = self.fits(peak)
         note = refusal or (self.remedy(config) if planned and fits is False else "")
-        time = None if self.cluster is None else self._time_of(config, traces, self.cluster)
+        time = None if self.cluster is None else self.time_of(config, traces, self.cluster)
         return StrategyMemory(name, planned, peak, fits, note, time=time)
 
     def step_time(self, config: Config, cluster: GPUCluster) -> StepTime:
         """Return the time of a step on a cluster; raises as `peak` does."""
         traces = list[StepTrace]()
         replace(self, cluster=cluster).peak(config, traces)
-        return self._time_of(config, traces, cluster)
+        return self.time_of(config, traces, cluster)
 
-    def _time_of(self, config: Config, traces: Sequence[StepTrace], cluster: GPUCluster) -> StepTime:
+    def time_of(self, config: Config, traces: Sequence[StepTrace], cluster: GPUCluster) -> StepTime:
+        """Return the time of a step on a cluster, from the work of each stage."""
         accumulation = self.planned(config).batch.accumulation
         times = (step_time(trace, cluster, accumulation, stages=len(traces)) for trace in traces)
         return max(times, key=lambda time: time.seconds)  # of the slowest stage
@@ -165,7 +169,7 @@ class Estimator:
                 "not simulated: bitsandbytes needs real weights; the bytes of each part are counted above"
             )
         try:
-            return max(self._peaks(config, updates, traces), key=lambda peak: peak.bytes)
+            return max(self._peaks(config, updates, traces), key=_taken)
         except (ConfigError, Unpredictable):
             raise
         except Exception as error:  # a model, or torch without data, may raise anything
@@ -176,15 +180,19 @@ class Estimator:
         stage_of = [plan.mesh.coordinates(rank)["pipeline"] for rank in range(self.ranks)]
         peaks = []
         for stage in range(plan.mesh.pipeline):
-            trace = None if self.cluster is None or traces is None else StepTrace(plan.batch.accumulation)
+            trace = None if self.cluster is None else StepTrace(plan.batch.accumulation)
             rank = stage_of.index(stage)
-            peaks.append(peak_of_rank(config, self.ranks, rank, self.given, updates, self.device_type, trace))
-            if traces is not None and trace is not None:
-                traces.append(trace)
+            peak = peak_of_rank(config, self.ranks, rank, self.given, updates, self.device_type, trace)
+            if trace is not None and self.cluster is not None:
+                peak = replace(peak, reserved=reserved_of(trace, self.cluster, self.memory))
+                (traces if traces is not None else []).append(trace)
+            peaks.append(peak)
         return peaks
 
     def fits(self, peak: Peak) -> bool | None:
         """Return whether a rank's memory is enough for a peak and what an allocator adds; None: it isn't known."""
+        if peak.reserved is not None:
+            return peak.reserved.fits
         return None if self.memory is None else peak.bytes <= USABLE * self.memory
 
     def remedy(self, config: Config) -> str:
@@ -213,6 +221,10 @@ class Estimator:
             return self.fits(self.peak(_with(config, change)))
         except (ConfigError, Unpredictable):
             return None
+
+
+def _taken(peak: Peak) -> int:
+    return peak.bytes if peak.reserved is None else peak.reserved.total
 
 
 def under(config: Config, strategy: Strategy, variant: Variant) -> Config:
@@ -334,12 +346,13 @@ def _largest(estimator: Estimator, strategy: str, config: Config, usable: int) -
     if not fits(1):
         return decision(1), False
     fraction = (usable - peaks[1]) / max(peaks[share] - peaks[1], 1)
-    samples = _even(share, max(1, int(1 + fraction * (share - 1))))
+    samples = even(share, max(1, int(1 + fraction * (share - 1))))
     while samples not in peaks and not fits(samples):
-        samples = _even(share, max(1, samples * 3 // 4))
+        samples = even(share, max(1, samples * 3 // 4))
     return decision(samples), True
 
 
-def _even(share: int, samples: int) -> int:
+def even(share: int, samples: int) -> int:
+    """Return the micro-batch of at most this size that divides a share into as few, equal ones."""
     samples = min(samples, share)
     return -(-share // -(-share // samples))

@@ -1,7 +1,7 @@
 """The peak memory of an update by category and module: which tensors hold it.
 
 Every operation records blocks (a tensor's storage each), and after an update what each was, such as a parameter. The
-bytes are the tensors'. An allocator rounds each block up, and keeps some for itself.
+bytes are the tensors'. `lockstep.simulation.reserved` has those that an allocator takes for them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, repeat
 from math import prod
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from unittest.mock import patch
 
 import torch
@@ -27,6 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.distributed.shard_boxes import local_tensor
+from lockstep.simulation import device
+from lockstep.simulation.trace import Change
+
+if TYPE_CHECKING:
+    from lockstep.simulation.reserved import Reserved
 
 Category = Literal[
     "parameters", "gradients", "optimizer", "activations", "logits", "casts", "communication", "buffers", "other"
@@ -71,11 +76,16 @@ class StorageRecord:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The peak of the bytes that tensors hold on a device, and what held them then; of no module: an empty name."""
+    """The peak of the bytes that tensors hold on a device, and what held them then; of no module: an empty name.
+
+    Attributes:
+        reserved: What that takes of a GPU, if one is named.
+    """
 
     bytes: int
     by_category: Mapping[Category, int]
     by_module: Mapping[str, Mapping[Category, int]] = field(default_factory=dict, compare=False)
+    reserved: Reserved | None = None
 
 
 class MemoryLedger:
@@ -86,7 +96,7 @@ class MemoryLedger:
         self._device_type = device_type
         self.vocabulary = frozenset(vocabulary)
         self._blocks: Any = WeakIdKeyDictionary()
-        self._changes: list[tuple[StorageRecord, int]] = []
+        self._changes: list[tuple[StorageRecord, int, int]] = []  # block, bytes more, stream
         self._owned: dict[StorageRecord, Category] = {}
         self._forwards: list[str] = []  # modules that compute, the innermost last
         self._head = ""  # the last module that returns logits
@@ -146,12 +156,12 @@ class MemoryLedger:
 
     def peak(self) -> Peak:
         """Return the peak since the last `restart`."""
-        totals = list(accumulate((change for _, change in self._changes), initial=0))
+        totals = list(accumulate((change for _, change, _ in self._changes), initial=0))
         highest = max(totals)
         length = totals.index(highest)
         by_category: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         held: dict[str, Counter[Category]] = {}
-        for block, change in self._changes[:length]:
+        for block, change, _ in self._changes[:length]:
             category = self._category(block)
             by_category[category] += change
             held.setdefault(block.module, Counter())[category] += change
@@ -160,10 +170,19 @@ class MemoryLedger:
 
     def restart(self) -> None:
         """Forget the peak; what is held now stays recorded."""
-        now: dict[StorageRecord, int] = {}
-        for block, change in self._changes:
-            now[block] = now.get(block, 0) + change
-        self._changes = [(block, held) for block, held in now.items() if held]
+        now: dict[StorageRecord, tuple[int, int]] = {}
+        for block, change, stream in self._changes:
+            now[block] = (now.get(block, (0, 0))[0] + change, stream)
+        self._changes = [(block, held, stream) for block, (held, stream) in now.items() if held]
+
+    def allocations(self) -> list[Change]:
+        """Return the blocks that got or lost memory since the last `restart`, in order."""
+        held: Counter[StorageRecord] = Counter()
+        changes = []
+        for block, change, stream in self._changes:
+            held[block] += change
+            changes.append(Change(id(block), held[block], stream))
+        return changes
 
     def _category(self, block: StorageRecord) -> Category:
         owner = self._owned.get(block)
@@ -190,7 +209,7 @@ class MemoryLedger:
         """Count what is made within the block as freed at its end."""
         first = len(self._changes)
         yield
-        for block in {block for block, _ in self._changes[first:]}:
+        for block in {block for block, _, _ in self._changes[first:]}:
             self._set_bytes(block, 0)
 
     def _module_of(self, block: StorageRecord, args: tuple[Any, ...]) -> str:
@@ -241,7 +260,7 @@ class MemoryLedger:
 
     def _set_bytes(self, block: StorageRecord, size: int) -> None:
         if size != block.bytes:
-            self._changes.append((block, size - block.bytes))
+            self._changes.append((block, size - block.bytes, device.current_stream()))
             block.bytes = size
 
 

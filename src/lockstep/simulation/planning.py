@@ -153,7 +153,8 @@ def describe_memory(rows: Sequence[StrategyMemory], memory: int | None) -> str:
     """Return the table for people: a row for each strategy, a column for each category that any of them has."""
     peaks = [row.peak for row in rows if row.peak is not None]
     columns = [name for name in CATEGORIES if any(peak.by_category[name] > peak.bytes * _SHOWN for peak in peaks)]
-    heads = [*(HEADS.get(name, name) for name in columns), "peak"]
+    reserves = any(peak.reserved is not None for peak in peaks)
+    heads = [*(HEADS.get(name, name) for name in columns), "peak", *["reserved"] * reserves]
     lines = [f"{'peak of a rank':<14}" + "".join(f"{head:>12}" for head in heads) + "  fits"]
     for row in rows:
         mark = "  <-" if row.planned else ""
@@ -162,13 +163,26 @@ def describe_memory(rows: Sequence[StrategyMemory], memory: int | None) -> str:
             lines.append(f"{row.name:<14}  {note}{mark}")
             continue
         sizes = [*(row.peak.by_category[name] for name in columns), row.peak.bytes]
-        tight = memory is not None and row.peak.bytes <= memory
-        fits = {True: "yes", False: "tight" if tight else "no", None: "?"}[row.fits]
+        sizes += [] if row.peak.reserved is None else [row.peak.reserved.total]
+        tight = _is_tight(row.peak, memory, row.fits)
+        fits = "tight" if tight else {True: "yes", False: "no", None: "?"}[row.fits]
         lines.append(f"{row.name:<14}" + "".join(f"{size(number):>12}" for number in sizes) + f"  {fits}{mark}")
-    if memory is not None and any(row.peak and not row.fits and row.peak.bytes <= memory for row in rows):
-        lines.append(f"tight: over nine tenths of {size(memory)}; an allocator needs about a tenth")
+    if memory is not None and any(row.peak and _is_tight(row.peak, memory, row.fits) for row in rows):
+        slow = "the allocator gives memory back and asks for it again, for which the GPU waits"
+        guess = f"over nine tenths of {size(memory)}; an allocator needs about a tenth"
+        lines.append(f"tight: {slow if reserves else guess}")
+    if (reserved := next((row.peak.reserved for row in rows if row.peak and row.peak.reserved), None)) is not None:
+        parts = {"CUDA": reserved.context, "NCCL": reserved.nccl, "workspaces of cuBLAS": reserved.workspaces}
+        of = ", ".join(f"{size(number)} of {name}" for name, number in parts.items() if number)
+        lines.append(f"reserved: by torch's allocator, with what it keeps; with {of}")
     lines += [f"\n{row.name}: {row.note}." for row in rows if row.planned and row.peak is not None and row.note]
     return "\n".join(lines)
+
+
+def _is_tight(peak: Peak, memory: int | None, fits: bool | None) -> bool:
+    if peak.reserved is not None:
+        return bool(fits) and peak.reserved.releases > 0
+    return fits is False and memory is not None and peak.bytes <= memory
 
 
 def describe_time(rows: Sequence[StrategyMemory], cluster: GPUCluster, plan: Plan, price: Price | None) -> str:

@@ -86,12 +86,21 @@ class Order(NamedTuple):
 Entry = Operation | Sent | Order
 
 
+class Change(NamedTuple):
+    """A storage gets memory or, with 0 bytes, loses it, on a stream."""
+
+    storage: int
+    bytes: int
+    stream: int
+
+
 @dataclass(slots=True)
 class StepTrace:
-    """The work of one rank's step of some micro-batches."""
+    """The work of one rank's step of some micro-batches; `allocations` are those of all steps before it, too."""
 
     micro_batches: int = 1
     entries: list[Entry] = field(default_factory=list)
+    allocations: list[Change] = field(default_factory=list)
     in_optimizer: bool = False
     _streams: dict[int, int] = field(default_factory=dict)
     _held: list[Any] = field(default_factory=list)  # streams and events, which are named by their addresses

@@ -64,6 +64,8 @@ def peak_of_rank(
                 run_updates(session, ledger, _CHECKED + updates if trace is not None else updates, recorder)
             finally:
                 session.close()
+        if trace is not None:
+            trace.allocations = ledger.allocations()
         return ledger.peak()
 
 

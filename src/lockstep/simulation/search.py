@@ -1,0 +1,435 @@
+"""The fastest config that fits on a cluster, or the one that takes least memory, out of those that train the same run.
+
+layouts      strategies and products of degrees on these GPUs
+modes        of a layout: activation checkpointing, and the strategy's own options that save memory
+micro-batch  the largest that fits
+
+arithmetic   the training state alone doesn't fit; or the operations and the bubble take longer than the best
+simulation   of two shallow models, for the bytes and the seconds of a block: they grow with the number of blocks
+the found    is simulated whole, and the next one if it doesn't fit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+from lockstep.config.schema import HuggingFaceModel, Parallel, TransformerModel
+from lockstep.core.errors import ConfigError
+from lockstep.core.formatting import aligned, differing, size
+from lockstep.simulation.estimate import Estimator, even, under
+from lockstep.simulation.failing import Unpredictable
+from lockstep.simulation.planning import estimator_of
+from lockstep.strategies.registry import find_strategy, strategies
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+    from lockstep.plan.gpus import GPUCluster
+    from lockstep.plan.plan import Plan
+    from lockstep.simulation.memory import Peak
+    from lockstep.simulation.timing import Share, StepTime
+    from lockstep.simulation.trace import StepTrace
+
+Goal = Literal["time", "cost", "memory"]
+GOALS: tuple[Goal, ...] = get_args(Goal)
+
+_DEPTH = 2  # blocks of the shallow model, and twice as many of the other
+_LONG = 16384  # tokens of a sequence from which on it may be sharded
+_EXPOSED = 0.1  # of a step; where less is left to hide, a pipeline's bubble takes what it saves
+_EXPOSED_PARTS: tuple[Share, ...] = ("communication", "host", "bubble")
+_WORTH = 0.98  # of the best time; what saves less isn't looked at more closely
+_DEPTH_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_SHOWN = 5
+_HALF = 0.5  # of a sample; where less seems to fit, nothing is simulated
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A config that was considered.
+
+    Attributes:
+        overlay: What it changes, as a config file.
+        layout: The layout's name and degrees.
+        seconds, reserved: Of a step, and of the GPU's bytes; None: it wasn't simulated. Bounds of what wasn't taken
+            further.
+        fits: None: unknown.
+        why: Why it isn't the found one.
+    """
+
+    overlay: Mapping[str, Any]
+    layout: str
+    micro_size: int
+    checkpointing: str
+    seconds: float | None
+    reserved: int | None
+    fits: bool | None
+    why: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for programs."""
+        return {
+            "overlay": self.overlay, "layout": self.layout, "micro_size": self.micro_size,
+            "activation_checkpointing": self.checkpointing, "step_seconds": self.seconds,
+            "reserved_bytes": self.reserved, "fits": self.fits, "why": self.why,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The result of a search: the best config, if any fits, and all others, best first."""
+
+    best: Candidate | None
+    candidates: Sequence[Candidate]
+    simulations: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for programs, the best one first among the candidates."""
+        all_of = [*([] if self.best is None else [self.best]), *self.candidates]
+        return {"candidates": [each.as_json() for each in all_of], "simulations": self.simulations}
+
+
+def search(estimator: Estimator, goal: Goal = "time") -> Found:
+    """Return the best config on the estimator's cluster. On one cluster, the cheapest is the fastest.
+
+    Raises:
+        ConfigError: No layout can train the config.
+    """
+    assert estimator.cluster is not None, "there are GPUs to search on"
+    assert estimator.memory is not None, "a GPU's is known"
+    finder = _Search(estimator, estimator.cluster, estimator.memory, goal)
+    for name, config in _layouts(estimator.config, estimator.cluster, estimator.facts.tokens_per_sample or 0):
+        finder.look_at(name, config)
+    if not finder.seen:
+        raise finder.refusal or ConfigError("no strategy can train this config")
+    return finder.result()
+
+
+def _layouts(config: Config, cluster: GPUCluster, length: int) -> Iterator[tuple[str, Config]]:
+    """Yield the strategies and the products of degrees on a cluster, the simple ones first."""
+    written = config.parallel.model_dump(exclude_unset=True)
+    plain = {key: value for key, value in written.items() if key not in ("data", "shard", *_AXES)}
+    base = config.model_copy(update={"parallel": Parallel.model_validate(plain)})
+    ranks = cluster.ranks
+    own = [each for each in strategies() if bool(each.combines.one_process) == (ranks == 1)]
+    replicates = False
+    for strategy in own:
+        for variant in strategy.variants:
+            if variant.mesh == "replicas" and replicates:
+                continue  # another that shards nothing computes and sends the same
+            replicates |= variant.mesh == "replicas"
+            if variant.mesh != "hybrid":
+                yield variant.name, under(base, strategy, variant)
+            elif cluster.nodes > 1:
+                yield variant.name, _with_parallel(under(base, strategy, variant), {"shard": cluster.per_node})
+    degrees = [each for each in (2, 4, 8, 16) if ranks % each == 0]
+    products: list[dict[str, int]] = [{"tensor": each} for each in degrees if each <= cluster.per_node]
+    products += [{"context": each} for each in degrees if length >= _LONG]
+    products += [{"pipeline": each} for each in degrees]
+    products += [{"tensor": 8, "pipeline": each} for each in degrees if cluster.per_node == 8 and ranks >= 8 * each]
+    for product in products:
+        for strategy in own:
+            if all(axis in strategy.combines.axes for axis in product):
+                name = "".join(f"{axis} {degree} x " for axis, degree in product.items()) + strategy.name
+                yield name, _with_parallel(under(base, strategy, strategy.variants[0]), product)
+
+
+_AXES = ("pipeline", "context", "tensor")
+
+
+def _with_parallel(config: Config, keys: Mapping[str, Any]) -> Config:
+    parallel = {**config.parallel.model_dump(exclude_unset=True), **keys}
+    return config.model_copy(update={"parallel": Parallel.model_validate(parallel)})
+
+
+class _Step(NamedTuple):
+    seconds: float
+    reserved: int
+    exposed: float  # seconds in which nothing computes
+
+
+@dataclass(slots=True)
+class _Search:
+    estimator: Estimator
+    cluster: GPUCluster
+    memory: int
+    goal: Goal
+    seen: list[tuple[Config, Candidate]] = field(default_factory=list)
+    best: float = float("inf")
+    exposed: float = 1.0  # of the best step: the share in which nothing computes
+    computing: dict[str, float] = field(default_factory=dict)  # seconds of operations in the largest micro-batches
+    simulations: int = 0
+    refusal: ConfigError | None = None
+    _at_depth: dict[int, Estimator | None] = field(default_factory=dict)
+    _known: dict[str, _Step] = field(default_factory=dict)
+    _lines: dict[str, tuple[float, float]] = field(default_factory=dict)  # bytes beside the state, and for a sample
+    _fixed: float = 0.0
+    _slow: set[str] = field(default_factory=set)  # layouts, without their degrees
+
+    def look_at(self, name: str, config: Config) -> None:
+        """Simulate a layout's modes as far as they may be better than the best."""
+        try:
+            plan = self.estimator.planned(config.with_values(batch={"micro_size": "auto"}))
+        except ConfigError as refusal:
+            self.refusal = self.refusal or refusal
+            return
+        share = plan.batch.micro_size
+        state = plan.placement.total
+        strategy = find_strategy(plan.strategy)
+        offloads = strategy.memory.offloads(strategy.options_of(config.parallel))
+        if state > self.memory and not offloads:
+            self._note(name, config, share, None, state, f"its training state alone takes {size(state)}")
+            return
+        kind = "".join(letter for letter in name if not letter.isdigit())
+        if self.goal != "memory" and (why := self._cannot_win(kind, plan)):
+            self._note(name, config, share, None, None, why)
+            return
+        modes = _modes(config, strategy.memory.saves_memory, strategy.section)
+        try:
+            if self.goal == "memory":
+                self._evaluate(name, modes[-1][1], 1)
+            else:
+                self._modes(name, config, plan, modes)
+                if all(
+                    each.seconds is None or each.seconds > self.best for _, each in self.seen if each.layout == name
+                ):
+                    self._slow.add(kind)
+        except Unpredictable as reason:
+            self._note(name, config, share, None, None, str(reason))
+        except ConfigError as refusal:
+            self.refusal = self.refusal or refusal
+
+    def _cannot_win(self, kind: str, plan: Plan) -> str:
+        """Return why a layout can't be faster than the best; empty: it may be."""
+        if kind in self._slow:
+            return "slower: with a smaller degree it was"
+        stages = plan.mesh.pipeline
+        if stages > 1 and self.best < float("inf"):
+            waits = (stages - 1) / (-(-plan.batch.global_size // plan.mesh.shares) + stages - 1)
+            if self.computing.get("none", 0.0) / (1 - waits) >= _WORTH * self.best:
+                return "slower, even if it only computed and waited for its stages"
+            if self.exposed < _EXPOSED:
+                return f"not simulated: of the best step, only {self.exposed:.0%} is left to save by it"
+        return ""
+
+    def _modes(self, name: str, config: Config, plan: Plan, modes: Sequence[tuple[Config, Config]]) -> None:
+        """Find the largest micro-batch that fits of each mode that may be better than the best."""
+        share, state, is_plain = plan.batch.micro_size, plan.placement.total, plan.mesh.pieces * plan.mesh.context == 1
+        for plain, config in modes:
+            mode = config.memory.activation_checkpointing.mode
+            line = self._lines.get(mode) if is_plain else None  # of the first layout, which has the same activations
+            if line is None:
+                whole = self._evaluate(name, plain, share)
+                if is_plain:
+                    self.computing[mode] = whole.seconds - whole.exposed
+                if whole.reserved <= self.memory or share == 1 or whole.seconds >= _WORTH * self.best:
+                    return  # smaller micro-batches and further modes take longer
+                least = self._evaluate(name, config, 1) if plain is config and mode == "none" else None
+                fixed = self._fixed if least is None else least.reserved - (whole.reserved - least.reserved) / share
+                self._fixed = fixed
+                line = fixed - state, (whole.reserved - fixed) / share
+                if is_plain:
+                    self._lines[mode] = line
+            elif self.computing[mode] >= _WORTH * self.best:
+                return
+            most = (self.memory - state - line[0]) / max(line[1], 1.0)
+            if most < _HALF:
+                more = int(state + line[0] + line[1])
+                self._note(name, config, 1, None, more, "")
+                continue
+            if self._largest(name, config, share, even(share, max(1, int(most))), line[1]) == share:
+                return
+
+    def _largest(self, name: str, config: Config, share: int, samples: int, slope: float) -> int:
+        """Return the largest micro-batch that fits, near a guess; or 1."""
+        tried = set[int]()
+        while True:
+            tried.add(samples)
+            left = self.memory - self._evaluate(name, config, samples).reserved
+            if left < 0:
+                if samples == 1:
+                    return 1
+                following = even(share, max(1, min(samples * 3 // 4, int(samples + left / max(slope, 1.0)))))
+            else:
+                following = even(share, int(samples + left / max(slope, 1.0)))
+            if following in tried or (left >= 0 and following < samples):
+                return samples
+            samples = following
+
+    def _evaluate(self, name: str, config: Config, samples: int) -> _Step:
+        """Return the seconds of a step and the bytes of a GPU, and remember them."""
+        config = config.with_values(batch={"micro_size": samples})
+        key = config.model_dump_json(include={"parallel", "batch", "memory"})
+        if key not in self._known:
+            self._known[key] = step = self._simulated(config)
+            self._note(name, config, samples, step.seconds, step.reserved, "")
+            if step.reserved <= self.memory and step.seconds < self.best:
+                self.best, self.exposed = step.seconds, step.exposed / step.seconds
+        return self._known[key]
+
+    def _simulated(self, config: Config) -> _Step:
+        """Return seconds and bytes, by two shallow models if the blocks of the model are alike."""
+        first, second = self._estimator(_DEPTH), self._estimator(2 * _DEPTH)
+        if first is None or second is None or self.estimator.planned(config).mesh.pipeline > 1:  # stages aren't alike
+            return self._step(self.estimator, config)
+        elements = [_elements(each) for each in (first, second, self.estimator)]
+        blocks, rest = divmod((elements[2] - elements[0]) * _DEPTH, elements[1] - elements[0])
+        if rest or blocks <= _DEPTH:
+            return self._step(self.estimator, config)
+        pairs = zip(*(self._step(each, config) for each in (first, second)), strict=True)
+        seconds, reserved, exposed = (low + (high - low) * blocks / _DEPTH for low, high in pairs)
+        return _Step(seconds, int(reserved), max(0.0, exposed))
+
+    def _step(self, estimator: Estimator, config: Config) -> _Step:
+        self.simulations += 1
+        config = config.model_copy(update={"model": estimator.config.model})
+        peak, time = simulated(replace(estimator, config=config, memory=None), config)
+        assert peak.reserved is not None, "there is a cluster"
+        exposed = sum(time.parts[part] for part in _EXPOSED_PARTS)
+        return _Step(time.seconds, peak.reserved.total, exposed)
+
+    def _estimator(self, depth: int) -> Estimator | None:
+        if depth not in self._at_depth:
+            config, own = _with_depth(self.estimator.config, depth), self.estimator
+            try:
+                self._at_depth[depth] = (
+                    None
+                    if config is None or own.given.model is not None
+                    else estimator_of(config, own.ranks, None, own.given, own.cluster)
+                )
+            except ConfigError:
+                self._at_depth[depth] = None
+        return self._at_depth[depth]
+
+    def _note(
+        self, name: str, config: Config, samples: int, seconds: float | None, reserved: int | None, why: str
+    ) -> None:
+        config = config.with_values(batch={"micro_size": samples})
+        fits = None if reserved is None else reserved <= self.memory
+        mode = config.memory.activation_checkpointing.mode
+        self.seen.append(
+            (
+                config,
+                Candidate(overlay_of(self.estimator.config, config), name, samples, mode, seconds, reserved, fits, why),
+            )
+        )
+
+    def result(self) -> Found:
+        """Simulate the best ones whole until one fits, and say why the others fell."""
+        unknown = float("inf")
+        order = sorted(
+            (pair for pair in self.seen if pair[1].seconds is not None),
+            key=lambda pair: (not pair[1].fits, self._rank(pair[1])),
+        )
+        best: Candidate | None = None
+        others: list[Candidate] = []
+        for config, candidate in order:
+            if best is None and candidate.fits and not candidate.why:
+                self.simulations += 1
+                peak, time = simulated(replace(self.estimator, config=config), config)
+                assert peak.reserved is not None
+                known = replace(candidate, seconds=time.seconds, reserved=peak.reserved.total)
+                if peak.reserved.fits and not peak.reserved.releases:
+                    best = known
+                    continue
+                candidate = replace(known, fits=False)
+            others.append(candidate)
+        others += [candidate for _, candidate in self.seen if candidate.seconds is None]
+        others = [replace(each, why=each.why or self._why(each, best)) for each in others]
+        others.sort(key=lambda each: (not each.fits, (each.reserved if best is None else each.seconds) or unknown))
+        return Found(best, others, self.simulations)
+
+    def _rank(self, candidate: Candidate) -> float:
+        assert candidate.seconds is not None
+        return float(candidate.reserved or 0) if self.goal == "memory" else candidate.seconds
+
+    def _why(self, candidate: Candidate, best: Candidate | None) -> str:
+        if not candidate.fits and candidate.reserved is not None:
+            more = candidate.reserved - self.memory
+            return f"doesn't fit: {size(more)} too much" if more > 0 else "fits only with an allocator that waits"
+        if best is None or best.seconds is None or candidate.seconds is None or not best.reserved:
+            return ""
+        if self.goal == "memory":
+            return f"takes {size((candidate.reserved or 0) - best.reserved)} more"
+        return f"{candidate.seconds / best.seconds - 1:.0%} slower"
+
+
+def simulated(estimator: Estimator, config: Config) -> tuple[Peak, StepTime]:
+    """Return peak and time of a step; a combination that was never tested has both, too."""
+    traces: list[StepTrace] = []
+    peak = estimator.peak(config, traces)
+    assert estimator.cluster is not None
+    return peak, estimator.time_of(config, traces, estimator.cluster)
+
+
+def _elements(estimator: Estimator) -> int:
+    return sum(parameter.elements for parameter in estimator.parameters)
+
+
+def _modes(config: Config, saves: Mapping[str, str], section: str) -> list[tuple[Config, Config]]:
+    """Return the config with each way to save memory, the fast ones first, after the one without the strategy's own."""
+    modes = []
+    for checkpointing in ("none", "selective", "full"):
+        memory = config.memory.activation_checkpointing.model_copy(update={"mode": checkpointing})
+        plain = config.with_values(memory={"activation_checkpointing": memory})
+        modes.append((plain, plain))
+        if saves:
+            modes.append((plain, _with_parallel(plain, {section: {**_options(plain, section), **saves}})))
+    return modes
+
+
+def _options(config: Config, section: str) -> dict[str, Any]:
+    return dict(config.parallel.model_dump(exclude_unset=True).get(section) or {})
+
+
+def _with_depth(config: Config, blocks: int) -> Config | None:
+    """Return the config of a model with N blocks; None if the config doesn't say how many it has."""
+    match config.model:
+        case TransformerModel():
+            return config.with_values(model={"layers": blocks})
+        case HuggingFaceModel(pretrained=None, architecture=dict(keys)):
+            name = next((each for each in _DEPTH_NAMES if each in keys), _DEPTH_NAMES[0])
+            return config.with_values(model={"architecture": {**keys, name: blocks}})
+    return None
+
+
+def overlay_of(config: Config, changed: Config) -> dict[str, Any]:
+    """Return the sections of a config file that make the one of the other."""
+    sections = {"parallel", "batch", "memory"}
+    before, after = (each.model_dump(mode="json", include=sections) for each in (config, changed))
+    overlay: dict[str, Any] = {}
+    for key, (_, new) in differing(before, after).items():
+        *path, last = key.split(".")
+        place = overlay
+        for name in path:
+            place = place.setdefault(name, {})
+        place[last] = new
+    return overlay
+
+
+def describe(found: Found, goal: Goal) -> str:
+    """Return what was found for people: the overlay, and the table of the best ones."""
+    import yaml
+
+    if found.best is None:
+        head = "no config fits"
+    else:
+        least = "takes the least memory" if goal == "memory" else "is the fastest that fits"
+        head = f"{_title(found.best)} {least}. Write this to a file, and name it after the recipe:\n\n"
+        head += yaml.safe_dump(found.best.overlay, sort_keys=False).rstrip()
+    rows: list[tuple[str, ...]] = [("config", "ms", "reserved", "")]
+    best_of: dict[str, Candidate] = {}
+    for candidate in found.candidates:
+        best_of.setdefault(candidate.layout + candidate.checkpointing, candidate)
+    shown = [*([found.best] if found.best else []), *best_of.values()]
+    for each in shown[: _SHOWN + 1] if found.best else shown:
+        seconds = "" if each.seconds is None else f"{1000 * each.seconds:,.1f}"
+        rows.append((_title(each), seconds, "" if each.reserved is None else size(each.reserved), each.why or "<-"))
+    hidden = len(found.candidates) + bool(found.best) - len(rows) + 1
+    lines = aligned(rows, left={0, 3})
+    return "\n".join([head, "", *lines, f"{hidden} others; {found.simulations} simulations"])
+
+
+def _title(candidate: Candidate) -> str:
+    mode = f", checkpointing {candidate.checkpointing}" if candidate.checkpointing != "none" else ""
+    return f"{candidate.layout}, micro-batch {candidate.micro_size}{mode}"

@@ -1,0 +1,137 @@
+"""The search for the best config that fits: what it finds, what it leaves out, and why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kit.commands import run_lockstep
+from simulation.test_peak_memory import NOTHING
+from simulation.test_step_time import cluster, large
+
+from lockstep.config.loading import load
+from lockstep.config.schema import Config
+from lockstep.plan.gpus import GPUCluster
+from lockstep.simulation.estimate import Estimator
+from lockstep.simulation.planning import estimator_of
+from lockstep.simulation.search import Found, describe, overlay_of, search, simulated
+
+
+def sized(layers: int) -> dict[str, Any]:
+    return {"kind": "transformer", "vocabulary": 4096, "layers": layers, "heads": 8, "width": 1024}
+
+
+def estimator(config: Config, gpus: GPUCluster) -> Estimator:
+    return estimator_of(config, gpus.ranks, gpus.gpu.memory, NOTHING, gpus)
+
+
+@cache
+def found_on(memory: float, ranks: int = 1, goal: Any = "time", layers: int = 2) -> tuple[Estimator, Found]:
+    own = estimator(large(ranks, "auto", model=sized(layers)), cluster(per_node=ranks, memory=int(memory * 2**30)))
+    return own, search(own, goal)
+
+
+def merged(config: Config, overlay: Mapping[str, Any], folder: Path) -> Config:
+    files = [folder / "run.yaml", folder / "found.yaml"]
+    for file, values in zip(files, (config.model_dump(mode="json", exclude_unset=True), overlay), strict=True):
+        file.write_text(yaml.safe_dump(values))
+    return load(files).config
+
+
+def test_the_found_config_is_the_fastest_and_fits(tmp_path: Path) -> None:
+    own, found = found_on(40, ranks=2)
+    best = found.best
+    assert best is not None
+    assert best.seconds is not None
+    assert best.reserved is not None
+    assert best.reserved <= 40 << 30
+    config = merged(own.config, best.overlay, tmp_path)
+    peak, step = simulated(replace(own, config=config), config)
+    assert (step.seconds, peak.reserved and peak.reserved.total) == (best.seconds, best.reserved), "train takes it"
+    assert own.cluster is not None
+    assert best.seconds <= 1.001 * own.step_time(own.config, own.cluster).seconds
+    fitting = [each for each in found.candidates if each.fits and each.seconds is not None and not each.why]
+    assert not fitting, "each of the others has a reason"
+    assert best.checkpointing == "none", "there is room"
+    assert {"ddp", "fsdp"} <= {each.layout for each in [best, *found.candidates]}
+
+
+def test_little_memory_is_answered_by_what_saves_it() -> None:
+    _, plenty = found_on(40)
+    _, little = found_on(3)
+    assert plenty.best is not None
+    assert little.best is not None
+    assert little.best.seconds > plenty.best.seconds
+    assert little.best.reserved <= 3 << 30 < plenty.best.reserved
+    unfit = [each for each in little.candidates if each.fits is False]
+    assert unfit
+    assert all("fit" in each.why or "takes" in each.why for each in unfit)
+
+
+def test_what_fits_nowhere_is_shown_with_what_is_missing() -> None:
+    _, found = found_on(0.6)
+    assert found.best is None
+    assert all(not each.fits for each in found.candidates)
+    assert "no config fits" in describe(found, "time")
+    missing = [each.reserved for each in found.candidates if each.reserved is not None]
+    assert missing == sorted(missing)
+    assert missing[0] > 0.6 * 2**30
+
+
+def test_the_least_memory() -> None:
+    _, fastest = found_on(40)
+    _, smallest = found_on(40, goal="memory")
+    assert smallest.best is not None
+    assert fastest.best is not None
+    assert (smallest.best.micro_size, smallest.best.checkpointing) == (1, "full")
+    assert smallest.best.reserved < fastest.best.reserved
+
+
+def test_shallow_models_stand_for_the_whole_one(tmp_path: Path) -> None:
+    own, found = found_on(8, layers=12)
+    [other, *_] = [each for each in found.candidates if each.fits]
+    whole = merged(own.config, other.overlay, tmp_path)
+    peak, step = simulated(replace(own, config=whole), whole)
+    assert peak.reserved is not None
+    assert step.seconds == pytest.approx(other.seconds, rel=0.02)
+    assert peak.reserved.total == pytest.approx(other.reserved, rel=0.03)
+
+
+def test_an_overlay_sets_back_what_the_config_has(tmp_path: Path) -> None:
+    config = large(4, parallel={"strategy": "fsdp", "tensor": 2, "fsdp": {"reduce_every": "micro-batch"}})
+    plain = large(4, "ddp")
+    overlay = overlay_of(config, plain)
+    assert overlay["parallel"]["tensor"] == 1
+    again = merged(config, overlay, tmp_path)
+    assert (again.parallel.strategy, again.parallel.tensor) == ("ddp", 1)
+
+
+def test_the_command_prints_an_overlay(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(
+        json.dumps(large(1, "single", model=sized(2)).model_dump(mode="json", exclude_unset=True))
+    )
+    words = ("plan", "run.json", "--gpus", "H100:1", "--search")
+    shown = run_lockstep(*words, "--json", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    values = json.loads(shown.stdout)
+    assert values["candidates"][0]["overlay"] == values["found"]
+    (tmp_path / "found.yaml").write_text(yaml.safe_dump(values["found"]))
+    planned = run_lockstep("plan", "run.json", "found.yaml", *words[2:4], "--peak", "planned", "--json", cwd=tmp_path)
+    [row] = json.loads(planned.stdout)["strategies"]
+    assert row["step_seconds"] == pytest.approx(values["candidates"][0]["step_seconds"])
+    assert row["reserved_bytes"] == values["candidates"][0]["reserved_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "value"), [(("--search",), "H100:8"), (("--gpus", "H100:8", "--goal", "memory"), "--search")]
+)
+def test_a_search_needs_gpus(words: tuple[str, ...], value: str, tmp_path: Path) -> None:
+    done = run_lockstep("plan", "digits", *words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert value in done.stderr
