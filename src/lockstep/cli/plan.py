@@ -89,11 +89,11 @@ def _search(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     loaded, cluster = _on_cluster(args, loaded)
     estimator = estimator_for(loaded, args.memory, cluster, trust_remote_code=args.trust_remote_code)
     with muted_stderr():  # of torch's remarks on a device that it doesn't know
-        found = search(estimator, args.goal)
+        result = search(estimator, args.goal)
     if not args.json:
-        echo(f"{name} on {cluster}\n{describe(found, args.goal)}", flush=True)
-    emit({"found": None if found.best is None else found.best.overlay, **found.as_json()})
-    if found.best is None:
+        echo(f"{name} on {cluster}\n{describe(result, args.goal)}", flush=True)
+    emit({"found": None if result.best is None else result.best.overlay, **result.as_json()})
+    if result.best is None:
         raise RunFailed("no config fits; name more or larger GPUs")
     return 0
 

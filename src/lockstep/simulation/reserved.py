@@ -26,10 +26,10 @@ _SMALLEST = 512
 _SMALL, _SMALL_SEGMENT = MIB, 2 * MIB
 _MIDDLE, _MIDDLE_SEGMENT = 10 * MIB, 20 * MIB
 _CONTEXT = 520 * MIB
-"""Of CUDA, with the kernels that are loaded: about 400 MiB and more (pytorch/pytorch issue 109888), 426 on an RTX 6000
-Ada (unslothai/unsloth-zoo pull request 1053), 616 MiB (LMCache/LMCache issue 4019)."""
+"""CUDA's own, with the kernels that are loaded: about 400 MiB and more (pytorch/pytorch issue 109888), 426 on an RTX
+6000 Ada (unslothai/unsloth-zoo pull request 1053), 616 MiB (LMCache/LMCache issue 4019)."""
 _WORKSPACE = 32 * MIB
-"""Of cuBLAS, from torch's allocator: on Hopper and later; 8.1 MiB on others (torch's aten/src/ATen/cuda)."""
+"""cuBLAS takes it from torch's allocator: on Hopper and later; 8.1 MiB on others (torch's aten/src/ATen/cuda)."""
 _CHANNEL = 14 * MIB
 """Buffers of a NCCL channel to one peer: 10 and 2 x 2 MiB (NVIDIA/nccl issue 1685, 8 x H100)."""
 _CHANNELS, _LINK = 32, 450e9

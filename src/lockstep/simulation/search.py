@@ -407,27 +407,27 @@ def overlay_of(config: Config, changed: Config) -> dict[str, Any]:
     return overlay
 
 
-def describe(found: Found, goal: Goal) -> str:
-    """Return what was found for people: the overlay, and the table of the best ones."""
+def describe(result: Found, goal: Goal) -> str:
+    """Return the result for people: the overlay, and the table of the best ones."""
     import yaml
 
-    if found.best is None:
+    if result.best is None:
         head = "no config fits"
     else:
         least = "takes the least memory" if goal == "memory" else "is the fastest that fits"
-        head = f"{_title(found.best)} {least}. Write this to a file, and name it after the recipe:\n\n"
-        head += yaml.safe_dump(found.best.overlay, sort_keys=False).rstrip()
+        head = f"{_title(result.best)} {least}. Write this to a file, and name it after the recipe:\n\n"
+        head += yaml.safe_dump(result.best.overlay, sort_keys=False).rstrip()
     rows: list[tuple[str, ...]] = [("config", "ms", "reserved", "")]
     best_of: dict[str, Candidate] = {}
-    for candidate in found.candidates:
+    for candidate in result.candidates:
         best_of.setdefault(candidate.layout + candidate.checkpointing, candidate)
-    shown = [*([found.best] if found.best else []), *best_of.values()]
-    for each in shown[: _SHOWN + 1] if found.best else shown:
+    shown = [*([result.best] if result.best else []), *best_of.values()]
+    for each in shown[: _SHOWN + 1] if result.best else shown:
         seconds = "" if each.seconds is None else f"{1000 * each.seconds:,.1f}"
         rows.append((_title(each), seconds, "" if each.reserved is None else size(each.reserved), each.why or "<-"))
-    hidden = len(found.candidates) + bool(found.best) - len(rows) + 1
+    hidden = len(result.candidates) + bool(result.best) - len(rows) + 1
     lines = aligned(rows, left={0, 3})
-    return "\n".join([head, "", *lines, f"{hidden} others; {found.simulations} simulations"])
+    return "\n".join([head, "", *lines, f"{hidden} others; {result.simulations} simulations"])
 
 
 def _title(candidate: Candidate) -> str:
