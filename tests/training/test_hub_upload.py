@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
 import yaml
@@ -113,6 +114,14 @@ class Hub:
         return answer(request, {})
 
     def post(self, request: BaseHTTPRequestHandler, content: bytes) -> None:
+        if "/paths-info/" in request.path:
+            words = request.path.strip("/").split("/")
+            files = self.files[self._commit("/".join(words[2:4]), words[5]) or ""]
+            form = parse_qs(content.decode())
+            asked = form.get("paths") or json.loads(content or b"{}").get("paths", [])
+            sizes = {file: len(files[file]) for file in asked if file in files}
+            found = [{"type": "file", "path": file, "size": size, "oid": "0" * 40} for file, size in sizes.items()]
+            return answer(request, found)
         if request.headers["Authorization"] != f"Bearer {TOKEN}":
             return answer(request, {"error": "no"}, 403)
         path = request.path.partition("?")[0]
@@ -258,6 +267,40 @@ def test_a_revision_of_a_folder_is_refused(hub: Hub, trained: tuple[Path, str]) 
     assert gives(
         command(hub, trained[0], "train", "run.yaml", *words, code=2).stderr, "model.revision", "main", "first"
     )
+
+
+def commit_rows(hub: Hub, folder: Path, words: int) -> str:
+    folder.mkdir()
+    rows = "".join(json.dumps({"text": f"w{n % words} w{n % 5} w{n % 3}"}) + "\n" for n in range(16))
+    (folder / "train.jsonl").write_text(rows)
+    return hub.commit(DATA, folder)
+
+
+def test_data_keep_the_commit_that_a_run_began_with(hub: Hub, tmp_path: Path) -> None:
+    def revisions(run: str) -> set[str]:
+        folder = tmp_path / run
+        manifests = [json.loads(file.read_text())["manifest"] for file in folder.glob("checkpoints/*/manifest.json")]
+        return {manifest["config"]["data"]["train"]["revision"] for manifest in manifests}
+
+    recipe(tmp_path, pretrained=str(save_model(tmp_path / "local", 1)))
+    config = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    config["data"]["train"]["name"] = DATA
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    first = commit_rows(hub, tmp_path / "one", 14)
+    command(hub, tmp_path, "train", "run.yaml")
+    assert revisions("run") == {f"main@{first}"}
+    second = commit_rows(hub, tmp_path / "two", 7)
+    command(hub, tmp_path, "train", "run.yaml", "--run.steps", 3)
+    assert revisions("run") == {f"main@{first}"}
+    command(hub, tmp_path, "train", "run.yaml", "--run.folder", "later")
+    assert revisions("later") == {f"main@{second}"}
+    words = ("train", "run.yaml", "--run.steps", 4)
+    refused = command(hub, tmp_path, *words, "--data.train.revision", second, code=2)
+    assert gives(refused.stderr, "data.train.revision", f"main@{first}", second)
+    refused = command(hub, tmp_path, *words, "--data.train.revision", "no-such", code=2)
+    assert gives(refused.stderr, DATA, "no-such")
+    refused = command(hub, tmp_path, *words, code=2, HF_HUB_OFFLINE="1")
+    assert gives(refused.stderr, DATA, second, first)
 
 
 # --- upload -----------------------------------------------------------------------------------------------------------
