@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_run, approved_config, size
@@ -42,11 +43,16 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     parser.add_argument("--peak", choices=["all", "planned", "none"], default="all", help=text)
     text = "also run three updates here; show predicted and measured memory"
     parser.add_argument("--measure", action="store_true", help=text)
+    text = "measure this machine in some minutes, and write a file for --gpus FILE:N"
+    parser.add_argument("--calibrate", action="store_true", help=text)
+    parser.add_argument("--out", metavar="FILE", help="with --calibrate: the file; default calibrated.toml")
     text = "with --measure: compare ways to save memory instead, such as none,full,selective"
     parser.add_argument("--modes", metavar="all|A,B", help=text)
     args, overrides = parser.parse(arguments)
     if args.modes and not args.measure:
         raise ConfigError("--modes is for --measure: --measure --modes all")
+    if args.out and not args.calibrate:
+        raise ConfigError("--out is for --calibrate")
     if args.gpus is None and (args.nodes is not None or args.price is not None):
         raise ConfigError("--nodes and --price are for --gpus, such as --gpus H100:8")
     if args.search and (args.gpus is None or args.measure):
@@ -54,8 +60,17 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     if args.goal != "time" and not args.search:
         raise ConfigError("--goal is for --search: --search --goal memory")
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
-    execute = _measure_modes if args.modes else _search if args.search else _plan
+    execute = _measure_modes if args.modes else _search if args.search else _calibrate if args.calibrate else _plan
     return Prepared(partial(execute, args, loaded, name), loaded.config, f"plan-{name}")
+
+
+def _calibrate(args: argparse.Namespace, loaded: LoadedConfig, _: str) -> int:
+    from lockstep.simulation.calibration import calibrate
+
+    file = Path(args.out or "calibrated.toml")
+    file.write_text(calibrate(loaded.config.launch))
+    echo(f"{file} has this machine's speeds: lockstep plan RECIPE --gpus {file}:N")
+    return 0
 
 
 def _measure_modes(args: argparse.Namespace, loaded: LoadedConfig, _: str) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -15,6 +15,7 @@ from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError
 
 _REACHED = "reached"
+_RANKS = "ranks"
 _SIGNS = {"$": "USD", "€": "EUR", "£": "GBP"}
 
 
@@ -27,6 +28,9 @@ class GPU:
         link: Between the GPUs of a node, one way.
         network: To other nodes, one way, for each GPU.
         reached: The fractions that kernels and collectives reach: `matmul`, `attention`, `memory`, `link`, `network`.
+        device: `gpu`, or `cpu`, where each operation is done before Python continues.
+        seconds: Of the host, where they were measured.
+        measured: Operations and collectives by name: rows of sizes and, last, seconds.
     """
 
     name: str
@@ -38,6 +42,9 @@ class GPU:
     network: float
     watts: float
     reached: Mapping[str, float]
+    device: str = "gpu"
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +83,34 @@ def parse_price(text: str) -> Price:
 
 
 def parse_cluster(text: str, nodes: int = 1) -> GPUCluster:
-    """Return the cluster of `NAME:PER_NODE`, or `FILE.toml:NAME:PER_NODE` for GPUs of your own. Raises ConfigError."""
+    """Return the cluster of `NAME:PER_NODE`, or `FILE.toml:NAME:PER_NODE` for GPUs of your own. Raises ConfigError.
+
+    `FILE.toml:PER_NODE` names the file's first.
+    """
     name, _, number = text.rpartition(":")
     if not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"--gpus {text}: write a GPU and how many a node has, such as H100:8")
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes}: there is at least 1 node")
-    file, _, own = name.rpartition(":")
+    file, _, own = name.rpartition(":") if not name.endswith(".toml") else (name, ":", "")
     try:
         more = tomllib.loads(Path(file).read_text()) if file else {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"--gpus {text}: {file}: {error}") from None
-    return GPUCluster(_gpu(own, {**_known(), **more}), int(number), nodes)
+    return GPUCluster(_gpu(own or next(iter(more), ""), {**_known(), **more}, number), int(number), nodes)
 
 
-def _gpu(name: str, known: Mapping[str, Mapping[str, Any]]) -> GPU:
+def _gpu(name: str, known: Mapping[str, Mapping[str, Any]], per_node: str) -> GPU:
     by_lower = {each.lower(): each for each in known}
     if (key := by_lower.get(name.lower())) is None:
         raise ConfigError(f"--gpus: there is no GPU {name!r} in plan/gpus.toml; {did_you_mean(name, known)}")
     try:
-        return _made(key, _inherited(key, known))
+        figures = _inherited(key, known)
+        ranks = figures.get(_RANKS, {per_node: {}})
+        if per_node not in ranks:
+            few = f"--gpus: {key} was measured with {' and '.join(ranks)} ranks of a node, not {per_node}"
+            raise ConfigError(f"{few}; lockstep plan --calibrate --ranks {per_node} measures it")
+        return _made(key, {**figures, **ranks[per_node]})
     except KeyError as missing:
         raise ConfigError(f"--gpus: {key} has no {missing}; write it, or like: the name of a known GPU") from None
 
@@ -108,7 +123,8 @@ def _made(key: str, figures: Mapping[str, Any]) -> GPU:
     )
     return GPU(
         key, memory, flops, rates["bandwidth"], figures["multiprocessors"], rates["link"], rates["network"],
-        figures["watts"], figures[_REACHED],
+        figures["watts"], figures[_REACHED], figures.get("device", "gpu"), figures.get("seconds", {}),
+        figures.get("measured", {}),
     )  # fmt: skip
 
 

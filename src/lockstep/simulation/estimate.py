@@ -180,11 +180,12 @@ class Estimator:
         stage_of = [plan.mesh.coordinates(rank)["pipeline"] for rank in range(self.ranks)]
         peaks = []
         for stage in range(plan.mesh.pipeline):
-            trace = None if self.cluster is None else StepTrace(plan.batch.accumulation)
+            trace = None if self.cluster is None else StepTrace(plan.batch.accumulation, self.device_type)
             rank = stage_of.index(stage)
             peak = peak_of_rank(config, self.ranks, rank, self.given, updates, self.device_type, trace)
             if trace is not None and self.cluster is not None:
-                peak = replace(peak, reserved=reserved_of(trace, self.cluster, self.memory))
+                if self.cluster.gpu.device == "gpu":
+                    peak = replace(peak, reserved=reserved_of(trace, self.cluster, self.memory))
                 (traces if traces is not None else []).append(trace)
             peaks.append(peak)
         return peaks
@@ -240,7 +241,7 @@ def under(config: Config, strategy: Strategy, variant: Variant) -> Config:
 def _shortened(config: Config, plan: Plan) -> Config:
     micro_batches = min(plan.batch.accumulation, max(_MICRO_BATCHES, plan.mesh.pipeline))
     size = min(config.batch.global_size, plan.batch.micro_size * plan.mesh.shares * micro_batches)
-    length = {"steps": 2 * UPDATES, "samples": None, "tokens": None, "epochs": None}
+    length = {"steps": 4 * UPDATES, "samples": None, "tokens": None, "epochs": None}
     batch = {"global_size": size, "micro_size": plan.batch.micro_size}
     return config.with_values(batch=batch, run=length, data={"evaluation": {}}, parallel={"strategy": plan.strategy})
 

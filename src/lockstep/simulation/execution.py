@@ -90,6 +90,10 @@ class Execution(TorchDispatchMode):
         self.watchers: list[Watcher] = []
         self._values: Any = WeakIdKeyDictionary()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's guard against its compiler takes as long as a small operation
+
     def note_sync(self, operation: str) -> None:
         """Record that the host waits here."""
         self.syncs.append(HostSync(operation, _location()))

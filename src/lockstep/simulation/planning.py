@@ -143,7 +143,8 @@ def estimator_of(
     sketch = model or sketch_model(config.model, facts, trust_remote_code=given.trust_remote_code)
     own = parameter_facts(sketch if sketch is model else lower_frozen(sketch, config))
     companion = companion_facts(config, facts, own, trust_remote_code=given.trust_remote_code)
-    return Estimator(config, ranks, facts, own, given, memory, companion=companion, cluster=cluster)
+    place = "cpu" if cluster is not None and cluster.gpu.device == "cpu" else device.NAME
+    return Estimator(config, ranks, facts, own, given, memory, place, companion, cluster=cluster)
 
 
 # --- text ---------------------------------------------------------------------------------------------------------
@@ -211,7 +212,9 @@ def run_costs(step: StepTime, plan: Plan, cluster: GPUCluster, price: Price | No
         values["tokens_per_second"] = values["samples_per_second"] * plan.tokens / plan.samples
     if plan.steps is not None:
         hours = plan.steps * step.seconds / 3600
-        values |= {"hours": hours, "kwh": hours * cluster.ranks * cluster.gpu.watts / 1000}
+        values["hours"] = hours
+        if cluster.gpu.watts:
+            values["kwh"] = hours * cluster.ranks * cluster.gpu.watts / 1000
         if price is not None:
             values["cost"] = hours * cluster.ranks * price.per_hour
     return values

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -37,6 +37,7 @@ _CALL = 6e-6  # of the host, for an operation with a kernel
 _ISSUE = 1.5e-6  # for one without
 _SLOWED = 0.4  # of the time that a collective runs beside operations: it takes multiprocessors and bandwidth from them
 _HOP = 1e-5  # of a collective's step from rank to rank
+_NEARNESS = 3  # of measured sizes: the power of the squared distance
 _PAIRS = ("send", "receive")
 
 
@@ -81,20 +82,25 @@ class _Replay:
     forwards: list[float] = field(default_factory=list)
 
     def run(self, trace: StepTrace) -> None:
+        seconds_of = self.cluster.gpu.seconds
+        call, sent = (seconds_of.get(name, _CALL) for name in ("call", "collective"))
+        self.host += seconds_of.get("step", 0.0)
         for entry in trace.entries:
             now = self.streams.get(entry.stream, 0.0)
             if isinstance(entry, Operation):
-                self.host += _CALL
+                self.host += call
                 begin = max(now, self.host)
                 seconds = operation_seconds(entry, self.cluster.gpu)
                 self.busy[entry.part] += seconds
                 self.waited += max(0.0, self.host - max(now, self.computing))
                 self.streams[entry.stream] = begin + seconds
                 self.computing = max(self.computing, begin + seconds)
+                if self.cluster.gpu.device == "cpu":
+                    self.host = self.computing
                 self.flops += entry.model_flops
                 self.width = min(self.width, entry.width) if entry.flops else self.width
             elif isinstance(entry, Sent):
-                self.host += _CALL
+                self.host += call if entry.asynchronous else sent
                 begin = max(now, self.network, self.host)
                 seconds = collective_seconds(entry, self.cluster)
                 self.network = begin + seconds
@@ -113,7 +119,7 @@ class _Replay:
             case "wait":
                 self.streams[entry.stream] = max(now, self.events.get(entry.event, 0.0))
             case "issue":
-                self.host += _ISSUE
+                self.host += self.cluster.gpu.seconds.get("issue", _ISSUE)
             case "join":
                 self.streams[entry.stream] = max(now, self.collected)
             case "read":
@@ -152,6 +158,8 @@ def step_time(trace: StepTrace, cluster: GPUCluster, micro_batches: int, stages:
 
 def operation_seconds(operation: Operation, gpu: GPU) -> float:
     """Return the seconds of an operation on a GPU."""
+    if rows := gpu.measured.get(operation.name) or (not operation.flops and gpu.measured.get(f"mul {operation.width}")):
+        return operation.times * measured_seconds(rows, operation.sizes)
     moved = operation.bytes / (gpu.bandwidth * gpu.reached["memory"])
     if not operation.flops:
         return moved + _LAUNCH
@@ -161,6 +169,20 @@ def operation_seconds(operation: Operation, gpu: GPU) -> float:
     else:
         reached = gpu.reached["matmul"] * (1.0 if operation.shape is None else shape_efficiency(operation.shape, gpu))
     return max(operation.flops / (peak * reached), moved) + _LAUNCH
+
+
+def measured_seconds(rows: Sequence[Sequence[float]], sizes: Sequence[float]) -> float:
+    """Return the seconds for sizes between measured ones.
+
+    The rate (the product of the sizes in a second) is the mean of the neighbors', in logarithms, weighted by distance.
+    """
+    at = [math.log2(max(size, 1)) for size in sizes]
+    total = sum_ = 0.0
+    for *known, seconds in rows:
+        distance = sum((math.log2(size) - here) ** 2 for size, here in zip(known, at, strict=True))
+        weight = 1 / (distance**_NEARNESS + 1e-9)
+        total, sum_ = total + weight, sum_ + weight * math.log(math.prod(known) / seconds)
+    return max(math.prod(sizes) / math.exp(sum_ / total), min(seconds for *_, seconds in rows))
 
 
 def shape_efficiency(shape: tuple[int, int, int, int], gpu: GPU) -> float:
@@ -175,6 +197,8 @@ def shape_efficiency(shape: tuple[int, int, int, int], gpu: GPU) -> float:
 def collective_seconds(sent: Sent, cluster: GPUCluster) -> float:
     """Return the seconds of a collective: its steps from rank to rank, and a ring's bytes over the slowest link."""
     gpu, ranks = cluster.gpu, len(sent.ranks)
+    if ranks <= cluster.per_node and (rows := gpu.measured.get(f"{sent.name} {ranks}")):
+        return measured_seconds(rows, (sent.bytes,))
     nodes = len({rank // cluster.per_node for rank in sent.ranks})
     link = gpu.link * gpu.reached["link"]
     if nodes > 1:  # each GPU of a node has a network card of its own

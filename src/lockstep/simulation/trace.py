@@ -9,6 +9,7 @@ A trace is recorded once, on the simulated device, and holds for every GPU; `loc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,12 +28,13 @@ Part = Literal["matmul", "attention", "memory", "optimizer"]
 """Products of matrices and convolutions; attention; what only moves bytes; the optimizer's step."""
 
 aten = torch.ops.aten
-_NO_KERNEL = {
+NO_KERNEL = {
     aten.detach, aten.alias, aten._unsafe_view, aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty,
     aten.new_empty_strided, aten.set_, aten.resize_, aten.lift_fresh, aten._reshape_alias, aten.is_same_size,
 }  # fmt: skip
 _GATHERS = {aten.embedding, aten.index, aten.gather, aten.index_select, aten.nll_loss_forward}
 """Operations that read as many elements of a tensor as they write."""
+_ADDED = {aten.addmm, aten.baddbmm}
 _AGAIN = 4 / 5  # of flash attention's backward: one of its five products computes the scores again
 _WRITES = {aten.copy_, aten.fill_, aten.zero_, aten._foreach_copy_, aten._foreach_zero_}
 """Operations that don't read their first argument."""
@@ -47,6 +49,9 @@ class Operation(NamedTuple):
         shape: [batch, m, n, k] of a matrix product.
         width: Bytes of an element.
         model_flops: Those of the model: not what is computed again, nor of a frozen second model.
+        name: Of the operation and the layout of its products, for which speeds may have been measured.
+        sizes: What its measured time depends on: [m, n, k] of a product, [length, width] of attention, or bytes.
+        times: How many such are computed: products of a batch, heads of attention.
     """
 
     stream: int
@@ -56,6 +61,9 @@ class Operation(NamedTuple):
     shape: tuple[int, int, int, int] | None
     width: int
     model_flops: float
+    name: str = ""
+    sizes: tuple[int, ...] = ()
+    times: int = 1
 
 
 class Sent(NamedTuple):
@@ -99,6 +107,7 @@ class StepTrace:
     """The work of one rank's step of some micro-batches; `allocations` are those of all steps before it, too."""
 
     micro_batches: int = 1
+    device_type: str = device.NAME
     entries: list[Entry] = field(default_factory=list)
     allocations: list[Change] = field(default_factory=list)
     in_optimizer: bool = False
@@ -117,29 +126,22 @@ class StepTrace:
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> None:
         """Record an operation: a watcher of `Execution`."""
-        if self._in_collective or not any(tensor.device.type == device.NAME for tensor in outputs or _tensors(args)):
+        places = {tensor.device.type for tensor in outputs or _tensors(args)}
+        if self._in_collective or self.device_type not in places:
             return
         if func.namespace == "_c10d_functional":
             self.entries.append(Order("join", self._stream()))
             return
         packet, stream = func._overloadpacket, self._stream()
-        if func.is_view or packet in _NO_KERNEL:
+        if func.is_view or packet in NO_KERNEL:
             self.entries.append(Order("issue", stream))
             return
-        flops = flop_registry[packet](*args, **kwargs, out_val=_result(outputs)) if packet in flop_registry else 0
-        part: Part = "optimizer" if self.in_optimizer else "memory"
-        if flops:
-            part = "attention" if "attention" in func.name() else "matmul"
-            if part == "attention" and _is_causal(func, args, kwargs):
-                flops //= 2
-        width = min((tensor.element_size() for tensor in _tensors(args) if tensor.is_floating_point()), default=4)
-        moved, in_backward = _bytes(func, args, kwargs, outputs), torch._C._current_graph_task_id() != -1
-        counts = (
-            not self.in_optimizer and torch.is_grad_enabled() != in_backward
-        )  # on again: it computes a forward again
-        share = _AGAIN if part == "attention" and in_backward else 1.0
-        model_flops = share * flops if counts else 0.0
-        self.entries.append(Operation(stream, part, flops, moved, _shape(packet, args), width, model_flops))
+        operation, in_backward = operation_of(func, args, kwargs, outputs), torch._C._current_graph_task_id() != -1
+        part = "optimizer" if self.in_optimizer and not operation.flops else operation.part
+        counts = not self.in_optimizer and torch.is_grad_enabled() != in_backward  # on again: a forward again
+        share = _AGAIN if operation.part == "attention" and in_backward else 1.0
+        flops = share * operation.flops if counts else 0.0
+        self.entries.append(operation._replace(stream=stream, part=part, model_flops=flops))
 
     def ordered(self, what: Literal["record", "wait", "read"], stream: device.Stream, event: device.Event) -> None:
         self._held.append(event)
@@ -201,6 +203,30 @@ def recorded(trace: StepTrace, execution: Any, model: nn.Module) -> Iterator[Cal
         finally:
             forwards.remove()
             execution.watchers.remove(trace.see)
+
+
+def operation_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> Operation:
+    """Return an operation with its floating-point operations, bytes, and sizes."""
+    packet, moved = func._overloadpacket, _bytes(func, args, kwargs, outputs)
+    flops = flop_registry[packet](*args, **kwargs, out_val=_result(outputs)) if packet in flop_registry else 0
+    width = min((tensor.element_size() for tensor in _tensors(args) if tensor.is_floating_point()), default=4)
+    shape, name = _shape(packet, args), f"{packet._qualified_op_name.partition('::')[2]} {width}"
+    part: Part = "matmul" if flops else "memory"
+    sizes, times = (moved,), 1
+    if "attention" in name:
+        query, key = (args[1:] if "backward" in name else args)[:2]
+        sizes, times = (query.shape[-2], key.shape[-2], query.shape[-1]), math.prod(query.shape[:-2])
+        flops = flops or (10 if "backward" in name else 4) * times * math.prod(sizes)  # of a CPU's: torch has none
+        if _is_causal(func, args, kwargs):
+            flops, name = flops // 2, f"{name} causal"
+        part = "attention"
+    elif shape is not None:
+        left, right = (args[1:] if packet in _ADDED else args)[:2]
+        layout = "".join("nt"[matrix.stride(-1) > matrix.stride(-2)] for matrix in (left, right))
+        name, sizes, times = f"{'bmm' if left.dim() > 2 else 'mm'} {layout} {width}", shape[1:], shape[0]
+    elif flops:
+        sizes = (flops,)
+    return Operation(0, part, flops, moved, shape, width, 0.0, name, sizes, times)
 
 
 def _ranks_of(group: Any) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 UPDATES = 2
 """The first makes the optimizer's state."""
-_CHECKED = 2  # steps 0, 1, 2, 4, 8, ... are watched for writes to parameters
+_CHECKED = 5  # steps before and after 4 are watched for writes to parameters, those from 5 to 7 are not
 Recorder = Callable[[nn.Module], AbstractContextManager[Callable[[], None]]]
 
 
