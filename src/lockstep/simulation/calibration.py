@@ -201,26 +201,26 @@ def calibrate(section: Launch) -> str:
     numbers = [2**power for power in range(most.bit_length()) if 2**power <= most]
     if isinstance(section.ranks, int):
         numbers = [section.ranks]
-    found = {ranks: _launched(section, ranks) for ranks in numbers}
-    one, many = found[numbers[0]], found[numbers[-1]]
-    rates = _rates(one["measured"])
-    messages: list[list[float]] = many["measured"].get(f"all_reduce {numbers[-1]}", [])
+    measurements = {ranks: _launched(section, ranks) for ranks in numbers}
+    first, last = measurements[numbers[0]], measurements[numbers[-1]]
+    rates = _rates(first["measured"])
+    messages: list[list[float]] = last["measured"].get(f"all_reduce {numbers[-1]}", [])
     link = max((2 * (1 - 1 / numbers[-1]) * size / seconds for size, seconds in messages), default=1e9)
     row = {
-        "device": one["device"], "tf32": rates[4] / 1e12,
+        "device": first["device"], "tf32": rates[4] / 1e12,
         "bf16": rates[2] / 1e12, "fp8": rates[2] / 1e12,
-        "bandwidth": max(size / seconds for size, seconds in one["measured"]["_foreach_copy_ 4"][-1:]) / 1e9,
-        "multiprocessors": one["multiprocessors"], "link": link / 1e9, "network": link / 1e9, "watts": 0,
+        "bandwidth": max(size / seconds for size, seconds in first["measured"]["_foreach_copy_ 4"][-1:]) / 1e9,
+        "multiprocessors": first["multiprocessors"], "link": link / 1e9, "network": link / 1e9, "watts": 0,
     }  # fmt: skip
     tables = {"reached": dict.fromkeys(_SHARES, 1.0)}
-    for ranks, measurement in found.items():
+    for ranks, measurement in measurements.items():
         prefix = f"ranks.{ranks}."
         tables[f"ranks.{ranks}"] = {"memory": measurement["memory"] / 2**30}
         tables[f"{prefix}measured"] = measurement["measured"]
         tables[f"{prefix}seconds"] = _host_seconds(section, ranks, measurement)
-    lines = [f"[{one['name']}]", *(f"{key} = {_written(value)}" for key, value in row.items())]
+    lines = [f"[{first['name']}]", *(f"{key} = {_written(value)}" for key, value in row.items())]
     for table, values in tables.items():
-        lines += ["", f"[{one['name']}.{table}]", *(f'"{key}" = {_written(value)}' for key, value in values.items())]
+        lines += ["", f"[{first['name']}.{table}]", *(f'"{key}" = {_written(value)}' for key, value in values.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -294,7 +294,7 @@ def _tiny(section: Launch, ranks: int) -> dict[str, Config]:
         )
 
     plain = "single" if ranks == 1 else "ddp"
-    more = {} if ranks == 1 else {"fsdp": config("fsdp", _LAYERS[1])}
+    more = {} if ranks == 1 else {"sharded": config("fsdp", _LAYERS[1])}
     return {"few": config(plain, _LAYERS[0]), "many": config(plain, _LAYERS[1]), **more}
 
 
@@ -319,9 +319,9 @@ def _host_seconds(section: Launch, ranks: int, measurement: dict[str, Any]) -> d
     call = max(0.0, (left["many"] - left["few"]) / (many - few))
     step = max(0.0, left["few"] - call * few)
     seconds = {"step": step, "call": call, "issue": call * _VIEW}
-    if "fsdp" in left:
-        calls, collectives, _ = counts["fsdp"]
-        seconds["collective"] = max(0.0, (left["fsdp"] - step - call * calls) / collectives)
+    if "sharded" in left:
+        calls, collectives, _ = counts["sharded"]
+        seconds["collective"] = max(0.0, (left["sharded"] - step - call * calls) / collectives)
     return seconds
 
 
