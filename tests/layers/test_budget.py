@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 81_521
-MOST_FILES = 482
-MOST_CODE = 49_538
+MOST_LINES = 81_952
+MOST_FILES = 483
+MOST_CODE = 49_844
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
 LARGER_PACKAGES = {"training": 10_185}
