@@ -63,6 +63,7 @@ drill: .venv/.installed-dev  ## kills runs and saves by the hundred, for an hour
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m drill -rs --timeout 1800
 	$(BIN)/python -m pytest -n 0 tests/launchers/test_ray.py
 	$(BIN)/python drills/cells_drill.py
+	$(BIN)/python drills/finetune_drill.py
 	$(BIN)/python drills/kill_drill.py runs --kills 20 --whole --steps 480
 	$(BIN)/python drills/kill_drill.py saves --kills 300
 	$(BIN)/python drills/attack_drill.py
