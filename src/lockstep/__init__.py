@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from lockstep.models.build import count_parameters as count_parameters
     from lockstep.monitor import metric_log as log
     from lockstep.proof.api import verify as verify
+    from lockstep.simulation.planning import estimate as estimate
     from lockstep.simulation.planning import estimate_memory as estimate_memory
     from lockstep.training.activation_checkpointing import checkpoint_activations as checkpoint_activations
     from lockstep.training.api import session as session
@@ -67,7 +68,7 @@ _HOMES = {
         "lockstep.launch.outcome": "exit_with",
         "lockstep.models.build": "count_parameters",
         "lockstep.proof.api": "verify",
-        "lockstep.simulation.planning": "estimate_memory",
+        "lockstep.simulation.planning": "estimate estimate_memory",
         "lockstep.training.activation_checkpointing": "checkpoint_activations",
         "lockstep.training.api": "session train",
         "lockstep.training.job": "Finished",

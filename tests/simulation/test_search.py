@@ -15,6 +15,7 @@ from kit.commands import run_lockstep
 from simulation.test_peak_memory import NOTHING
 from simulation.test_step_time import cluster, large
 
+import lockstep
 from lockstep.config.loading import load
 from lockstep.config.schema import Config
 from lockstep.plan.gpus import GPUCluster
@@ -135,3 +136,22 @@ def test_a_search_needs_gpus(words: tuple[str, ...], value: str, tmp_path: Path)
     done = run_lockstep("plan", "digits", *words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert value in done.stderr
+
+
+def test_two_configs_side_by_side(tmp_path: Path) -> None:
+    for name, mode in (("run", "none"), ("other", "full")):
+        memory = {"activation_checkpointing": {"mode": mode}}
+        values = large(1, "single", model=sized(2), memory=memory).model_dump(mode="json", exclude_unset=True)
+        (tmp_path / f"{name}.json").write_text(json.dumps(values))
+    words = ("plan", "run.json", "--compare", "other.json", "--gpus", "H100:1", "--price", "2USD")
+    shown = run_lockstep(*words, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    assert lines[0].split() == ["run", "other"]
+    first, second = json.loads(run_lockstep(*words, "--json", cwd=tmp_path).stdout)["compared"]
+    assert first["reserved_bytes"] > second["reserved_bytes"]
+    assert first["step_seconds"] < second["step_seconds"]
+    record = lockstep.estimate(str(tmp_path / "other.json"), gpus="H100:1", price="2USD")
+    assert {key: value for key, value in second.items() if key != "config"} == record.as_json()
+    assert record.memory.time is not None
+    assert record.costs["cost"] == pytest.approx(2 * record.costs["hours"])

@@ -37,6 +37,8 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     parser.add_argument("--price", metavar="PRICE", help="with --gpus: of a GPU for an hour, such as 2.5USD")
     text = "with --gpus: find the best strategy, micro-batch and activation checkpointing that fit, as an overlay"
     parser.add_argument("--search", action="store_true", help=text)
+    text = "with --gpus: another recipe or files; show both runs, a column each"
+    parser.add_argument("--compare", nargs="+", metavar="FILE", help=text)
     text = "with --search: what is best; cost is time x GPUs, so on given ones the fastest is the cheapest"
     parser.add_argument("--goal", choices=["time", "cost", "memory"], default="time", help=text)
     text = "strategies to simulate for their peak memory; default %(default)s"
@@ -57,10 +59,15 @@ def prepare(arguments: Sequence[str]) -> Prepared:
         raise ConfigError("--nodes and --price are for --gpus, such as --gpus H100:8")
     if args.search and (args.gpus is None or args.measure):
         raise ConfigError("--search needs the GPUs to search on, such as --gpus H100:8, and measures nothing here")
+    if args.compare and (args.gpus is None or args.search or args.measure):
+        raise ConfigError(
+            "--compare needs the GPUs to compare on, such as --gpus H100:8, without --search and --measure"
+        )
     if args.goal != "time" and not args.search:
         raise ConfigError("--goal is for --search: --search --goal memory")
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
-    execute = _measure_modes if args.modes else _search if args.search else _calibrate if args.calibrate else _plan
+    verbs = {"modes": _measure_modes, "search": _search, "compare": _compare, "calibrate": _calibrate}
+    execute = next((run for flag, run in verbs.items() if getattr(args, flag)), _plan)
     return Prepared(partial(execute, args, loaded, name), loaded.config, f"plan-{name}")
 
 
@@ -110,6 +117,25 @@ def _search(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     emit({"found": None if result.best is None else result.best.overlay, **result.as_json()})
     if result.best is None:
         raise RunFailed("no config fits; name more or larger GPUs")
+    return 0
+
+
+def _compare(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
+    from lockstep.plan.gpus import parse_price
+    from lockstep.simulation.planning import describe_compared, estimated, estimator_for
+    from lockstep.training.user_objects import refuse_given
+
+    price = None if args.price is None else parse_price(args.price)
+    other, other_name = approved_config(args.compare, (), trusted=args.trust_run)
+    columns = {}
+    for label, run in ((name, loaded), (other_name if other_name != name else "other", other)):
+        refuse_given(run)
+        run, cluster = _on_cluster(args, run)
+        estimator = estimator_for(run, args.memory, cluster, trust_remote_code=args.trust_remote_code)
+        columns[label] = estimated(estimator, price)
+    if not args.json:
+        echo(describe_compared(columns))
+    emit({"compared": [{"config": label, **each.as_json()} for label, each in columns.items()]})
     return 0
 
 

@@ -31,6 +31,7 @@ from lockstep.distributed.memory import peak_memory
 from lockstep.launch.devices import choose_ranks, count_accelerators
 from lockstep.launch.local import launch
 from lockstep.models.build import parameter_facts, sketch_model
+from lockstep.plan.gpus import parse_cluster, parse_price
 from lockstep.plan.stated_facts import facts_of_config, sizes_of_config
 from lockstep.simulation import device
 from lockstep.simulation.estimate import Estimator, StrategyMemory, decide
@@ -65,6 +66,7 @@ _MEASURED_UPDATES = 3
 _TIMED_UPDATES = 5
 _SHOWN = 1e-3  # fraction of a peak; a category with more has a column
 _LEAST_SHARE = 5e-3  # of a step; a part with more has a column
+_LARGE_NUMBER = 10_000  # shown without decimals
 
 
 def estimate_memory(
@@ -88,13 +90,90 @@ def estimate_memory(
     Raises:
         ConfigError: the config's own run would be refused.
     """
-    given = user_objects(objects)
-    if length is None:
-        checked = resolved(config, given)
-    else:
-        checked = resolved(config, replace(given, train_dataset=()))
-        given = replace(given, train_dataset=made_up_texts(checked, given.model, length))
+    checked, given = _with_length(config, user_objects(objects), length)
     return list(estimates_of(estimator_of(checked, ranks, memory, given), None, "all"))
+
+
+def estimate(
+    config: ConfigLike,
+    *,
+    gpus: str,
+    nodes: int = 1,
+    price: str | None = None,
+    length: int | None = None,
+    **objects: Unpack[Objects],
+) -> RunEstimate:
+    """Return memory, time and cost of a run on GPUs that needn't be here, as `lockstep plan --gpus` does.
+
+    Args:
+        config: as of `estimate_memory`, with `length` and the objects.
+        gpus: a GPU and how many a node has, such as `H100:8`, or `FILE.toml:NAME:8`.
+        price: of a GPU for an hour, such as `2.5USD`.
+
+    Raises:
+        ConfigError: the run would be refused, or there is no such GPU.
+    """
+    cluster = parse_cluster(gpus, nodes)
+    checked, given = _with_length(config, user_objects(objects), length)
+    estimator = estimator_of(checked, cluster.ranks, cluster.gpu.memory, given, cluster)
+    return estimated(estimator, None if price is None else parse_price(price))
+
+
+@dataclass(frozen=True, slots=True)
+class RunEstimate:
+    """Memory, time and cost of a run on a cluster.
+
+    Attributes:
+        memory: Of the rank that needs most, with the step's `time`; its `note` says why it has neither.
+        costs: `tokens_per_second` or `samples_per_second`, `hours`, `kwh`, `cost`, as far as they are known.
+    """
+
+    plan: Plan
+    memory: StrategyMemory
+    costs: Mapping[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for programs: only plain values."""
+        batch = {"micro_size": self.plan.batch.micro_size, "accumulation": self.plan.batch.accumulation}
+        return {**self.memory.as_json(), **batch, **self.costs}
+
+
+def estimated(estimator: Estimator, price: Price | None) -> RunEstimate:
+    """Return the estimate of a run on the estimator's cluster."""
+    cluster, decision = estimator.cluster, decision_of(estimator)[0]
+    assert cluster is not None, "there are GPUs to time it on"
+    [row] = estimates_of(estimator, decision, "planned")
+    plan = replace(estimator, decision=decision).planned(estimator.config)
+    return RunEstimate(plan, row, {} if row.time is None else run_costs(row.time, plan, cluster, price))
+
+
+def describe_compared(columns: Mapping[str, RunEstimate]) -> str:
+    """Return a table with a column for each config, and a row for each value that any of them has."""
+    records = [each.as_json() for each in columns.values()]
+    keys = dict.fromkeys(key for record in records for key, value in record.items() if value not in (None, "", 0))
+    del keys["planned"]
+    lines = [("", *columns)]
+    for key in keys:
+        name = key.removesuffix("_bytes").replace("step_seconds", "step").replace("_seconds", "").replace("_", " ")
+        lines.append((name, *(_shown_value(key, record.get(key)) for record in records)))
+    return "\n".join(aligned(lines, left={0}))
+
+
+def _shown_value(key: str, value: Any) -> str:
+    if key.endswith("_bytes") and value is not None:
+        return size(value)
+    if key.endswith("_seconds") and value is not None:
+        return f"{1000 * value:,.1f} ms"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return {True: "yes", False: "no", None: "-"}.get(value, str(value))
+    return f"{value:.1%}" if key == "mfu" else f"{value:,.4g}" if value < _LARGE_NUMBER else f"{value:,.0f}"
+
+
+def _with_length(config: ConfigLike, given: UserObjects, length: int | None) -> tuple[Config, UserObjects]:
+    if length is None:
+        return resolved(config, given), given
+    checked = resolved(config, replace(given, train_dataset=()))
+    return checked, replace(given, train_dataset=made_up_texts(checked, given.model, length))
 
 
 def estimator_for(
