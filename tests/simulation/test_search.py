@@ -155,3 +155,9 @@ def test_two_configs_side_by_side(tmp_path: Path) -> None:
     assert {key: value for key, value in second.items() if key != "config"} == record.as_json()
     assert record.memory.time is not None
     assert record.costs["cost"] == pytest.approx(2 * record.costs["hours"])
+
+
+def test_a_search_on_the_cpu_counts_tensors() -> None:
+    found = search(estimator(large(1, "auto", model=sized(2)), cluster(per_node=1, device="cpu")))
+    assert found.best is not None
+    assert (found.best.layout, found.best.checkpointing) == ("single", "none")

@@ -169,7 +169,7 @@ class Estimator:
                 "not simulated: bitsandbytes needs real weights; the bytes of each part are counted above"
             )
         try:
-            return max(self._peaks(config, updates, traces), key=_taken)
+            return max(self._peaks(config, updates, traces), key=taken)
         except (ConfigError, Unpredictable):
             raise
         except Exception as error:  # a model, or torch without data, may raise anything
@@ -224,7 +224,8 @@ class Estimator:
             return None
 
 
-def _taken(peak: Peak) -> int:
+def taken(peak: Peak) -> int:
+    """Return the bytes that a rank takes of its GPU or, of the CPU's memory, its tensors."""
     return peak.bytes if peak.reserved is None else peak.reserved.total
 
 

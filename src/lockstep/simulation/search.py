@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from lockstep.config.schema import HuggingFaceModel, Parallel, TransformerModel
 from lockstep.core.errors import ConfigError
 from lockstep.core.formatting import aligned, differing, size
-from lockstep.simulation.estimate import Estimator, even, under
+from lockstep.plan.choosing import USABLE
+from lockstep.simulation.estimate import Estimator, even, taken, under
 from lockstep.simulation.failing import Unpredictable
 from lockstep.simulation.planning import estimator_of
 from lockstep.strategies.registry import find_strategy, strategies
@@ -97,7 +98,8 @@ def search(estimator: Estimator, goal: Goal = "time") -> Found:
     """
     assert estimator.cluster is not None, "there are GPUs to search on"
     assert estimator.memory is not None, "a GPU's is known"
-    finder = _Search(estimator, estimator.cluster, estimator.memory, goal)
+    usable = int(USABLE * estimator.memory) if estimator.cluster.gpu.device == "cpu" else estimator.memory
+    finder = _Search(estimator, estimator.cluster, usable, goal)
     for name, config in _layouts(estimator.config, estimator.cluster, estimator.facts.tokens_per_sample or 0):
         finder.look_at(name, config)
     if not finder.seen:
@@ -284,9 +286,8 @@ class _Search:
         self.simulations += 1
         config = config.model_copy(update={"model": estimator.config.model})
         peak, time = simulated(replace(estimator, config=config, memory=None), config)
-        assert peak.reserved is not None, "there is a cluster"
         exposed = sum(time.parts[part] for part in _EXPOSED_PARTS)
-        return _Step(time.seconds, peak.reserved.total, exposed)
+        return _Step(time.seconds, taken(peak), exposed)
 
     def _estimator(self, depth: int) -> Estimator | None:
         if depth not in self._at_depth:
@@ -327,9 +328,8 @@ class _Search:
             if best is None and candidate.fits and not candidate.why:
                 self.simulations += 1
                 peak, time = simulated(replace(self.estimator, config=config), config)
-                assert peak.reserved is not None
-                known = replace(candidate, seconds=time.seconds, reserved=peak.reserved.total)
-                if peak.reserved.fits and not peak.reserved.releases:
+                known = replace(candidate, seconds=time.seconds, reserved=taken(peak))
+                if self.estimator.fits(peak) and not (peak.reserved and peak.reserved.releases):
                     best = known
                     continue
                 candidate = replace(known, fits=False)
