@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 81_952
+MOST_LINES = 82_059
 MOST_FILES = 483
-MOST_CODE = 49_844
+MOST_CODE = 49_908
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
 LARGER_PACKAGES = {"training": 10_185}
