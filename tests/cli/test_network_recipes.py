@@ -24,16 +24,23 @@ from lockstep.config.schema import Config
 TINY = {"bert-imdb": "tiny/bert", "llama2-wikitext": "tiny/llama2", "llama2-wikitext-zero3": "tiny/llama2"}
 TINY |= {
     "chat": "tiny/chat",
+    "chat-full-bf16": "tiny/chat",
     "chat-lora": "tiny/chat",
     "chat-qlora": "tiny/chat",
     "distill": "tiny/distill",
     "dpo": "tiny/dpo",
     "llama2-lora-wikitext": "tiny/llama2",
+    "token-classification": "tiny/token-classification",
+    "image-classification": "tiny/vit",
 }
 CLASSES = {"bert-imdb": "BertForSequenceClassification", "llama2-wikitext": "LlamaForCausalLM"}
 CLASSES["llama2-wikitext-zero3"] = CLASSES["chat"] = CLASSES["dpo"] = CLASSES["distill"] = CLASSES["llama2-wikitext"]
+CLASSES |= {"chat-full-bf16": "LlamaForCausalLM", "token-classification": "BertForTokenClassification"}
+CLASSES["image-classification"] = "ViTForImageClassification"
 ADAPTERS = ("llama2-lora-wikitext", "chat-lora", "chat-qlora")
 ROOT = Path(__file__).parents[2]
+SCRIPTS = dict.fromkeys(("tiny/chat", "tiny/distill", "tiny/dpo"), "chat_data.py")
+SCRIPTS["tiny/token-classification"] = "task_data.py"
 KEPT = ("objective", "batch", "optim", "schedule", "precision", "parallel", "memory", "evaluation", "checkpoint")
 CPU = ["--launch.device", "cpu", "--monitor.progress", "plain", "--monitor.tensorboard", "false"]
 
@@ -44,8 +51,8 @@ RECIPES = [name if "zero" not in name else pytest.param(name, marks=with_deepspe
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_tiny_model_trains_with_the_settings_of_the_recipe(recipe: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    if TINY[recipe] in ("tiny/chat", "tiny/distill", "tiny/dpo"):
-        assert run_script(ROOT / "examples" / "chat_data.py", cwd=tmp_path).returncode == 0
+    if (script := SCRIPTS.get(TINY[recipe])) is not None:
+        assert run_script(ROOT / "examples" / script, cwd=tmp_path).returncode == 0
     if recipe == "distill":
         output_of(
             run_lockstep(

@@ -87,7 +87,7 @@ _COUPLED = {
     (schema.HuggingFaceModel, "architecture"),
     *((schema.ObjectiveConfig, key) for key in schema.ObjectiveConfig.model_fields if key != "label_smoothing"),
     (schema.Optim, "nesterov"), (schema.Schedule, "warmup_ratio"), (schema.Schedule, "decay_ratio"),
-    *((schema.Schedule, key) for key in ("kind", "power", "cycles", "milestones", "final_ratio")),
+    *((schema.Schedule, key) for key in ("kind", "power", "cycles", "milestones", "final_ratio", "plateau")),
     *((schema.ActivationCheckpointing, key) for key in schema.ActivationCheckpointing.model_fields if key != "mode"),
     (schema.Optim, "in_backward"), (schema.Memory, "loss_chunk"), (schema.Launch, "nodes"),
     (schema.Launch, "rendezvous"),
@@ -96,7 +96,7 @@ _COUPLED = {
     (schema.Recovery, "notice"), (Watchdog, "enabled"), (BadSamples, "policy"),
     (Watchdog, "end_after"), (Watchdog, "end_start_after"),
     *((schema.HuggingFaceData, key) for key in (*CHAT_KEYS, "text", "text_pair", "train_on_prompt", "packed")),
-    (schema.HuggingFaceData, "rejected"), (schema.HuggingFaceData, "desirable"),
+    *((schema.HuggingFaceData, key) for key in ("rejected", "desirable", "image")),
     (BadSamples, "limit"), (BadSamples, "timeout"), (BadNumbers, "rollback_steps"),
     (schema.Evaluation, "metrics"), (schema.Evaluation, "generate"),
 }  # fmt: skip

@@ -415,6 +415,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "it_is_bitwise_the_run_that_was_resumed_with_that_size": 0,
         "the_run_that_ran_out_ends_as_the_undisturbed_one": 1,
     },
+    "training/test_tasks.py": {"a_task_is_the_single_process_s": 2},
     "training/test_tensor.py": {
         "a_plan_that_is_rehearsed": 0,
         "a_table_and_a_head_that_are_tied_are_divided_together": 1,

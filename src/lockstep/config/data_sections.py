@@ -76,12 +76,17 @@ class HuggingFaceData(Section):
     split: str = "train"
     """Name of a split, with slices such as `train[:1000]`."""
     text: str = "text"
-    """Column with the text."""
-    text_pair: str | None = None
-    """Column with a second text, encoded after the first."""
+    """Column with the text; token-classification: with lists of words; question-answering: with the question."""
+    text_pair: str | tuple[str, ...] | None = None
+    """Column with a second text, encoded after the first: the context of a question, or lists of choices; or several
+    columns with a choice each."""
+    image: str | None = None
+    """image-classification: column with the image."""
     label: str | None = None
-    """Column with the class (a float for regression, a list of 0 and 1 for multi-label), the target text (seq2seq), or
-    the completion of the prompt in `text` or `messages` (language models)."""
+    """Column with the class: a number, a text or a ClassLabel; a float for regression; a list of classes, or of 0
+    and 1, for multi-label; a list of tags, one for each word, for token-classification; or the right choice. Or column
+    with the answers of a question (`text` and `answer_start`, as in SQuAD), the target text (seq2seq), or the
+    completion of the prompt in `text` or `messages` (language models)."""
     rejected: str | None = None
     """Pairs of answers, such as for dpo: column with the rejected answer; `label` has the chosen one. With `messages`
     and no `label`, both columns have whole conversations, which begin alike."""
@@ -91,7 +96,7 @@ class HuggingFaceData(Section):
     train_on_prompt: bool = False
     """Language models with `label`: train on the prompt's tokens, too."""
     tokenizer: PathText | None = None
-    """Folder or hub name (`NAME`, `NAME@REVISION`) of the tokenizer; null: the model's."""
+    """Folder or hub name (`NAME`, `NAME@REVISION`) of the tokenizer or image processor; null: the model's."""
     max_length: Positive = 512
     """Longer samples are truncated to this many tokens. A prompt too long with its completion loses its beginning."""
     packed: bool | Literal["whole"] = False
@@ -122,13 +127,18 @@ class HuggingFaceData(Section):
         return bool(self.packed) and (self.packed == "whole" or self.messages is not None or self.label is not None)
 
     def _contradictions(self) -> Iterator[str]:
-        texts = ("text", "text_pair", "train_on_prompt")
+        texts = ("text", "text_pair", "image", "train_on_prompt")
         fields, others = type(self).model_fields, CHAT_KEYS if self.messages is None else texts
         if without := [name for name in others if getattr(self, name) != fields[name].default]:
             remedy = "name the column with conversations as `messages`" if self.messages is None else "remove it"
             kind = "chats" if self.messages is None else "texts"
             hint = "; to train on prompts, write train_on: all" if "train_on_prompt" in without else ""
             yield f"{without[0]} is for {kind}; {remedy}{hint}"
+        of_text = ("text", "text_pair", "max_length", "packed", "mask_probability", "rejected", "desirable")
+        if self.image is not None and (
+            textual := [key for key in of_text if getattr(self, key) != fields[key].default]
+        ):
+            yield f"{textual[0]} is for texts, and samples are images; remove it, or image"
         if self.rejected is not None and self.messages is None and self.label is None:
             yield "rejected is one of two answers; name the column with the chosen one as `label`"
         if self.desirable is not None and self.rejected is not None:

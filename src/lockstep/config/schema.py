@@ -42,6 +42,7 @@ from lockstep.config.training_sections import (
 from lockstep.core.closest import did_you_mean, hint
 from lockstep.core.metric_names import metric_classes, metric_names, plain
 from lockstep.core.nodes import checked_address, checked_nodes
+from lockstep.core.tasks import TaskName
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.deepspeed import DeepSpeed
 from lockstep.strategies.fsdp import FSDP
@@ -218,10 +219,7 @@ class HuggingFaceModel(ModelSection):
     """A model of the transformers library, from a folder, from the local cache, or from a config only."""
 
     kind: Literal["huggingface"]
-    task: Literal[
-        "causal-lm", "masked-lm", "sequence-classification", "seq2seq", "token-classification", "multiple-choice",
-        "question-answering", "image-classification", "audio-classification", "speech-seq2seq", "ctc",
-    ]  # fmt: skip
+    task: TaskName
     """Task of the head, as transformers names it; it determines what labels mean."""
     pretrained: PathText | None = None
     """Folder or hub name of pretrained weights."""
@@ -229,15 +227,25 @@ class HuggingFaceModel(ModelSection):
     """Branch, tag or commit of `pretrained` on the hub; null: main. A run keeps the commit that it begins with."""
     architecture: dict[str, Any] | None = None
     """Keys of a transformers config, with `model_type`, for random weights; with `pretrained`, overrides."""
-    classes: Positive | None = None
-    """Number of classes; null: from the data."""
+    classes: Positive | tuple[str, ...] | None = None
+    """Number of classes, or their names in order; null: the data's."""
 
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()
+        if len(set(self.class_names)) < len(self.class_names):
+            yield "classes has a name twice; remove one of them"
         if self.pretrained is None and "model_type" not in (self.architecture or {}):
             yield "needs `pretrained`, or an `architecture` with `model_type` (such as bert, gpt2, llama)"
         if self.revision is not None and self.pretrained is None:
             yield f"revision {self.revision} is of `pretrained`, which is null; remove one"
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.classes if isinstance(self.classes, tuple) else ()
+
+    @property
+    def num_classes(self) -> int | None:
+        return len(self.classes) if isinstance(self.classes, tuple) else self.classes
 
 
 class CustomModel(ModelSection):
@@ -595,10 +603,12 @@ class Config(Section):
             yield "run.end_with best needs checkpoint.best: a metric such as held-out.loss"
         if self.checkpoint.best is not None:
             yield from self._unknown_metric("checkpoint.best", self.checkpoint.best)
-        if (stopping := self.monitor.early_stopping) is not None:
-            yield from self._unknown_metric("monitor.early_stopping.metric", stopping.metric)
-            if self.evaluation.every is None:
-                yield "monitor.early_stopping needs evaluation.every, for example `100 steps`"
+        watched = {"monitor.early_stopping": self.monitor.early_stopping, "schedule.plateau": self.schedule.plateau}
+        for key, section in watched.items():
+            if section is not None:
+                yield from self._unknown_metric(f"{key}.metric", section.metric)
+                if self.evaluation.every is None:
+                    yield f"{key} needs evaluation.every, for example `100 steps`"
 
     def _unknown_metric(self, key: str, name: str) -> Iterator[str]:
         sets = [evaluation for evaluation in self.data.evaluation if name.startswith(f"{evaluation}.")]

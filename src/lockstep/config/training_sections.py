@@ -220,12 +220,35 @@ class Optim(Section):
             yield f"nesterov is an option of sgd; {self.name} would ignore it"
 
 
+class Plateau(Section):
+    """Lower learning rates after evaluations without an improvement, by torch's ReduceLROnPlateau."""
+
+    metric: str
+    """Metric of an evaluation set, such as `held-out.loss`."""
+    mode: Literal["auto", "min", "max"] = "auto"
+    """auto: min for a loss or error, max for an accuracy or score, by the metric's name."""
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Each reduction multiplies the learning rate by this."""
+    patience: Annotated[int, Field(ge=0)] = 10
+    """Evaluations in a row without an improvement that change nothing; the next one reduces the learning rate."""
+    threshold: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-4
+    """Smallest change that counts as an improvement."""
+    threshold_mode: Literal["rel", "abs"] = "rel"
+    """rel: `threshold` is a fraction of the best value; abs: a difference."""
+    cooldown: Annotated[int, Field(ge=0)] = 0
+    """Evaluations after a reduction that aren't counted."""
+    min_lr: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Lowest learning rate."""
+    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-8
+    """Smaller reductions are not made."""
+
+
 class Schedule(Section):
     """Learning rate as a function of progress: warmup, then the kind's curve down to `final_ratio` of the peak."""
 
     kind: Literal[
         "constant", "linear", "cosine", "cosine-restarts", "polynomial", "inverse-sqrt", "piecewise",
-        "warmup-stable-decay", "given",
+        "warmup-stable-decay", "plateau", "given",
     ] = "cosine"  # fmt: skip
     """Learning rate after the warmup; `given`: a function passed in Python, which replaces the whole schedule."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
@@ -246,6 +269,9 @@ class Schedule(Section):
     """piecewise: pairs of a fraction of the run, and the learning rate from there on as a fraction of the peak, such as
     `[[0.5, 0.1], [0.8, 0.01]]`."""
 
+    plateau: Plateau | None = None
+    """plateau: when to reduce the learning rate, which is constant otherwise."""
+
     def _contradictions(self) -> Iterator[str]:
         if self.warmup_steps is not None and self.warmup_ratio is not None:
             yield "warmup_steps and warmup_ratio set the same thing; keep one"
@@ -255,8 +281,10 @@ class Schedule(Section):
             is_set = getattr(self, key) != type(self).model_fields[key].default
             if is_set and self.kind not in (*kinds, "given"):
                 yield f"{key} is an option of kind {' or '.join(kinds)}; {self.kind} would ignore it"
-        if self.final_ratio and self.kind in ("inverse-sqrt", "piecewise"):
+        if self.final_ratio and self.kind in ("inverse-sqrt", "piecewise", "plateau"):
             yield f"final_ratio {self.final_ratio:g} is without effect: the curve of {self.kind} has no end of its own"
+        if self.kind == "plateau" and self.plateau is None:
+            yield "plateau needs a metric, such as plateau: {metric: held-out.loss}"
         shares = [share for share, _ in self.milestones]
         if self.kind == "piecewise" and (not shares or shares != sorted(set(shares))):
             yield "piecewise needs milestones with rising fractions of the run, such as [[0.5, 0.1], [0.8, 0.01]]"
@@ -267,7 +295,9 @@ class Schedule(Section):
             )
 
 
-_KEYS_OF_CURVES = {"power": ("polynomial",), "cycles": ("cosine-restarts",), "milestones": ("piecewise",)}
+_KEYS_OF_CURVES = {
+    "power": ("polynomial",), "cycles": ("cosine-restarts",), "milestones": ("piecewise",), "plateau": ("plateau",),
+}  # fmt: skip
 
 
 class LossScale(Section):

@@ -95,11 +95,11 @@ _RULES: Mapping[Callable[[Keys, object], str | None], str] = {
     "evaluation.generate.metrics.kind evaluation.generate.metrics.name "
     "model.adapter.targets model.adapter.modules_to_save model.adapter.feedforward_modules "
     "model.adapter.exclude_modules "
-    "model.freeze model.inputs.* data.train.text data.train.text_pair "
+    "model.freeze model.inputs.* model.classes data.train.text data.train.text_pair data.train.image "
     "data.train.label data.train.rejected data.train.desirable data.train.messages data.train.tools data.train.system "
     "data.train.system_column "
     "optim.rules.match parallel.pipeline_parallel.split parallel.fsdp.wrap checkpoint.best "
-    "memory.activation_checkpointing.modules monitor.early_stopping.metric profile.steps "
+    "memory.activation_checkpointing.modules monitor.early_stopping.metric schedule.plateau.metric profile.steps "
     "launch.nodes",
 }
 REACHES = {key: rule for rule, keys in _RULES.items() for key in keys.split()}

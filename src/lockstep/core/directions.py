@@ -33,10 +33,12 @@ def best_of(metric: str, best_is: Literal["auto", "lowest", "highest"]) -> Direc
     return _direction(metric, None if best_is == "auto" else best_is, "checkpoint.best_is", "highest or lowest")
 
 
-def improvement_of(metric: str, mode: Literal["auto", "min", "max"]) -> Direction:
-    """Return which values of `monitor.early_stopping.metric` are best. Raises ConfigError if that isn't known."""
+def improvement_of(
+    metric: str, mode: Literal["auto", "min", "max"], key: str = "monitor.early_stopping.mode"
+) -> Direction:
+    """Return which values of a metric are best. Raises ConfigError, with the key of the mode, if that isn't known."""
     stated: Direction | None = {"min": "lowest", "max": "highest"}.get(mode)  # type: ignore[assignment]
-    return _direction(metric, stated, "monitor.early_stopping.mode", "max or min")
+    return _direction(metric, stated, key, "max or min")
 
 
 def is_better(value: float, other: float, direction: Direction) -> bool:

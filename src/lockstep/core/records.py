@@ -95,6 +95,8 @@ class DataFacts:
         bytes_per_token: Mean, if tokens stand for text.
         padding: Token id of padding, if a tokenizer has one.
         pairs: Whether a sample is two rows of a batch: a chosen and a rejected answer.
+        class_names: By number; empty: classes have none.
+        numbers: Whether the target of a sample is a number, for regression.
     """
 
     samples: int
@@ -105,6 +107,8 @@ class DataFacts:
     padding: int | None = None
     pairs: bool = False
     tokens: int | None = None
+    class_names: tuple[str, ...] = ()
+    numbers: bool = False
 
     @property
     def mean_tokens(self) -> float | None:

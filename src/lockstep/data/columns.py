@@ -16,6 +16,8 @@ from lockstep.config.schema import Config, HuggingFaceData
 from lockstep.core.closest import closest_match
 from lockstep.core.errors import ConfigError, Problem
 
+OF_LISTS = ("token-classification", "multiple-choice")
+"""Tasks with lists of texts in a column."""
 _BLOCK = 10 << 20  # of JSON; all its keys are columns for the datasets library, too
 
 
@@ -65,8 +67,9 @@ def _of_parquet(path: Path) -> Mapping[str, Any]:
 
 def columns_of(section: HuggingFaceData) -> list[str]:
     """Return the columns that a section reads."""
-    texts = (section.text, section.text_pair) if section.messages is None else (section.messages,)
-    named = (*texts, section.label, section.rejected, section.desirable, section.tools, section.system_column)
+    texts = (section.text, *pair_columns(section)) if section.messages is None else (section.messages,)
+    content = texts if section.image is None else (section.image,)
+    named = (*content, section.label, section.rejected, section.desirable, section.tools, section.system_column)
     return [column for column in named if column is not None]
 
 
@@ -78,6 +81,12 @@ def ratings(rows: Any, column: str, name: str) -> list[bool]:
             why = f"has {value!r:.40} in the column {column}; write true, or 1, for a desirable answer, else false"
             raise ConfigError(f"dataset {name}, row {number:,} {why}")
     return list(map(bool, values))
+
+
+def pair_columns(section: HuggingFaceData) -> tuple[str, ...]:
+    """Return the columns of `text_pair`."""
+    pair = section.text_pair
+    return pair if isinstance(pair, tuple) else () if pair is None else (pair,)
 
 
 def check_columns(known: Sequence[str], columns: Sequence[str]) -> None:
@@ -116,9 +125,10 @@ def check_local_columns(config: Config) -> None:
             continue
         try:
             check_columns([*row], columns_of(section))
-            if section.messages is None:
-                check_first_texts(row, [column for column in (section.text, section.text_pair) if column is not None])
-            elif section.label is None and isinstance(row[section.messages], str):
+            task = getattr(config.model, "task", None)
+            if section.messages is None and section.image is None and task not in OF_LISTS:
+                check_first_texts(row, [section.text, *pair_columns(section)])
+            elif section.messages and section.label is None and isinstance(row[section.messages], str):
                 why = "has text, and conversations are lists of messages"
                 remedy = "write it as text, or name the column with answers as label"
                 raise ConfigError(f"column {section.messages} {why}; {remedy}")

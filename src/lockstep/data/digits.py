@@ -23,9 +23,13 @@ _SIDE = 8
 
 
 class DigitsSource:
-    """Images [samples, 1, 8, 8] in [0, 1], shifted at random by up to `shift` pixels; the targets are the digits."""
+    """Images [samples, 1, 8, 8] in [0, 1], shifted at random by up to `shift` pixels; the targets are the digits.
 
-    def __init__(self, section: Digits) -> None:
+    If `aligned`, for models of the transformers library, they are called `pixel_values`, otherwise `images`.
+    """
+
+    def __init__(self, section: Digits, *, aligned: bool = False) -> None:
+        self._name = "pixel_values" if aligned else "images"
         images, digits = _load()
         held_out = np.arange(len(images)) % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
         chosen = held_out if section.split == "held-out" else ~held_out
@@ -39,7 +43,7 @@ class DigitsSource:
     def fetch(self, indices: Indices) -> Batch:
         images = self._shifted(indices) if self._shift else self._images[indices]
         targets = self._digits[torch.from_numpy(indices)]
-        return Batch({"images": torch.from_numpy(images).unsqueeze(1)}, targets, len(indices), len(indices))
+        return Batch({self._name: torch.from_numpy(images).unsqueeze(1)}, targets, len(indices), len(indices))
 
     def _shifted(self, indices: Indices) -> NDArray[np.float32]:
         corners = (noise.uniform(indices, 2) * (2 * self._shift + 1)).astype(np.int64)

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lockstep.config.schema import Config, HuggingFaceData, HuggingFaceModel
 from lockstep.config.training_sections import INITIAL
@@ -111,23 +111,47 @@ def _from_disk(path: Path, split: str) -> Any:
     return rows.select(range(part.from_ or 0, len(rows) if part.to is None else part.to))
 
 
-def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
+class Processor(NamedTuple):
+    """Folder or hub name of what makes a run's inputs: a tokenizer and the file of its chat template, or of images."""
+
+    name: str
+    chat_template: str | None = None
+    images: bool = False
+
+    def load(self) -> Any:
+        """Return it. Raises ConfigError."""
+        return load_image_processor(self.name) if self.images else load_tokenizer(self.name, self.chat_template)
+
+
+def load_image_processor(name: str) -> Any:
+    """Return an image processor from a folder or the cache. Raises ConfigError.
+
+    It is the one that needs no torchvision, which resizes differently: samples are the same on every machine.
+    """
+    return _loaded("AutoImageProcessor", "image processor", name, backend="pil")
+
+
+def _loaded(kind: str, what: str, name: str, **options: Any) -> Any:
+    if not Path(name).expanduser().is_dir():
+        needs_hub()
+    repository, revision = named_revision(name)
+    options |= {} if revision is None else {"revision": revision}
+    try:  # trust_remote_code None is a prompt of 15 s on the terminal
+        make = getattr(_library("transformers"), kind)
+        return make.from_pretrained(repository, trust_remote_code=False, **options)
+    except (OSError, ValueError) as error:
+        raise missing(what, name, error) from error
+
+
+def load_tokenizer(name: str, chat_template: str | None = None, *, words: bool = False) -> Any:
     """Return a tokenizer, which can pad, from a folder or the cache (`NAME`, `NAME@REVISION`).
 
-    It has the chat template of a file, if one is given.
+    It has the chat template of a file, if one is given; with `words`, it takes texts that are split into words.
 
     Raises ConfigError.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and forked workers exclude each other
-    if not Path(name).expanduser().is_dir():
-        needs_hub()
-    transformers = _library("transformers")
-    repository, revision = named_revision(name)
-    options = {} if revision is None else {"revision": revision}
-    try:  # trust_remote_code None is a prompt of 15 s on the terminal
-        tokenizer = transformers.AutoTokenizer.from_pretrained(repository, trust_remote_code=False, **options)
-    except (OSError, ValueError) as error:
-        raise missing("tokenizer", name, error) from error
+    tokenizer = _loaded("AutoTokenizer", "tokenizer", name, **({"add_prefix_space": True} if words else {}))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token or tokenizer.unk_token
     if tokenizer.pad_token_id is None:
@@ -214,8 +238,9 @@ def fetch(config: Config) -> Iterator[str]:
             yield f"model {model}"
     for name in dict.fromkeys(section.tokenizer or at_revision(pretrained, revision) for section in sections):
         if name is not None and _is_remote(name):
-            load_tokenizer(name)
-            yield f"tokenizer {name}"
+            images = any(section.image for section in sections)
+            Processor(name, images=images).load()
+            yield f"{'image processor' if images else 'tokenizer'} {name}"
     for section in sections:
         if _is_remote(section.name):
             rows = load_rows(section.name, section.configuration, section.split, section.revision)

@@ -10,6 +10,7 @@
     masked-lm                  the same, some ids hidden        the hidden ids
     the same, with `rejected`  two rows for each sample         the answers' ids (`preferences`)
     sequence-classification    the same                         classes [samples]; numbers; [samples, classes]
+    other tasks                                                 in `annotated`
     seq2seq                    the same                         the ids of the target text
     language-model (Lockstep)  tokens                           the next ids; with a label column, of the completion
     none (Lockstep's models)   tokens, mask                     classes if there is a label column, else the next ids
@@ -21,31 +22,32 @@ $LOCKSTEP_CACHE/packed/KEY/ (`tokens`); KEY.lock is held meanwhile, and ranks wa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.config.data_sections import CHAT_KEYS
 from lockstep.config.schema import Config, HuggingFaceData, Tokens
 from lockstep.core.cache_files import cache_folder
 from lockstep.core.errors import ConfigError, UnusableSamples
 from lockstep.core.hub import at_revision
 from lockstep.core.protocols import Source
-from lockstep.core.records import IGNORED, LANGUAGE_MODEL, Batch, DataFacts
+from lockstep.core.records import IGNORED, LANGUAGE_MODEL, Batch
+from lockstep.core.tasks import TASKS
 from lockstep.data import noise, windows
-from lockstep.data.bad_samples import read_or_explain
+from lockstep.data.annotated import ImageSource, answering, choosing, tagging
 from lockstep.data.chats import open_chats
-from lockstep.data.columns import check_columns, check_first_texts, columns_of, ratings
+from lockstep.data.class_labels import ClassLabels, class_labels
+from lockstep.data.columns import OF_LISTS, check_columns, check_first_texts, columns_of, ratings
 from lockstep.data.hub import (
     begin_tokens,
-    check_texts,
     end_token,
     huggingface_sections,
+    load_image_processor,
     load_rows,
     load_tokenizer,
     rows_identity,
@@ -54,38 +56,45 @@ from lockstep.data.hub import (
 from lockstep.data.order import Indices
 from lockstep.data.prepare import plain_tokenizer, texts_of, write_splits
 from lockstep.data.rendered import Rendered, RenderedSource, following, open_rendered, padded_batch
+from lockstep.data.texts import FORMAT, Texts, TextSource
 from lockstep.data.tokens import cached_folder, open_tokens
 
 _LOG = logging.getLogger("lockstep.data")
-FORMAT = 3
 _COMPLETED = ("causal-lm", LANGUAGE_MODEL)
-_NEEDS_LABEL = {"sequence-classification": "the class", "seq2seq": "the target text"}
 _REWARDS = "sequence-classification"
-_FINGERPRINT_ROWS = 256
-_NOT_CONTENT = ("name", "revision", "tokenizer", "split", "configuration", "train_on_prompt", "rejected", "desirable")
 
 
-def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: str | None) -> Source:
+def open_huggingface(
+    section: HuggingFaceData, *, task: str | None, tokenizer: str | None, class_names: Sequence[str] = ()
+) -> Source:
     """Return the source of a dataset's rows. Raises ConfigError."""
     name = section.tokenizer or tokenizer
     if name is None:
-        raise ConfigError("data of kind huggingface needs a `tokenizer`: a folder or hub name; the model has none")
+        what = "a `tokenizer`" if section.image is None else "a `tokenizer`, here an image processor"
+        raise ConfigError(f"data of kind huggingface needs {what}: a folder or hub name; the model has none")
     _check_options(section, task)
     rows = load_rows(section.name, section.configuration, section.split, section.revision)
     columns = columns_of(section)
     check_columns(rows.column_names, columns)
     if len(rows) == 0:
         raise ConfigError(f"dataset {section.name}, split {section.split}, is empty")
-    loaded = load_tokenizer(name, section.chat_template)
+    rows = rows.select_columns(columns)
+    if section.image is not None:
+        return ImageSource(rows, load_image_processor(name), section, class_names)
+    loaded = load_tokenizer(name, section.chat_template, words=task == "token-classification")
     if section.messages is not None:
         aligned, classes = task not in (None, LANGUAGE_MODEL), 1 if task == _REWARDS else None
-        return open_chats(rows.select_columns(columns), loaded, section, aligned=aligned, classes=classes)
+        return open_chats(rows, loaded, section, aligned=aligned, classes=classes)
     label_is_text = task in _COMPLETED or task == "seq2seq" or section.rejected is not None
     no_texts = (section.desirable, None if label_is_text else section.label)
-    check_first_texts(rows[0], [column for column in columns if column not in no_texts])
-    texts = Texts(rows.select_columns(columns), loaded, section, label_is_text=label_is_text)
+    of_text = [column for column in columns if column not in no_texts]
+    if task in OF_LISTS:
+        of_text = [section.text] if task == "multiple-choice" else []
+    check_first_texts(rows[0], of_text)
+    texts = Texts(rows, loaded, section, of_text)
     own = task in (None, LANGUAGE_MODEL)
-    _warn_of_second_begin(loaded, rows[0][section.text], section.name)
+    if of_text:
+        _warn_of_second_begin(loaded, rows[0][section.text], section.name)
     if section.packed and not section.keeps_apart:
         return _joined(texts, aligned=not own)
     if section.label is not None and (task in _COMPLETED or section.rejected is not None):
@@ -104,21 +113,34 @@ def open_huggingface(section: HuggingFaceData, *, task: str | None, tokenizer: s
         return TextSource(texts, kind, batch, classes=1 if task == _REWARDS else None)
     if section.packed:
         return _packed(texts, partial(_whole, texts), aligned=not own)
-    match task, section.label:
+    return _source(texts, task, partial(class_labels, rows, section.label or "", texts.where, class_names))
+
+
+def _source(texts: Texts, task: str | None, labeled: Callable[..., ClassLabels]) -> Source:
+    """Return the source of a task with a sample for each row; `labeled` returns the classes of its labels."""
+    own = task in (None, LANGUAGE_MODEL)
+    match task, texts.section.label:
         case "masked-lm", _:
             if texts.tokenizer.mask_token_id is None:
                 raise ConfigError("masked-lm needs a tokenizer with a mask token; this one has none")
             return TextSource(texts, "masked-lm", partial(_masked, texts), draws=True)
         case "seq2seq", str(label):
             return TextSource(texts, "seq2seq", partial(_translated, texts, label))
+        case "token-classification", _:
+            labels = labeled(tags=True)
+            return TextSource(texts, "tags", tagging(texts, labels), labels=labels)
+        case "question-answering", _:
+            return TextSource(texts, "answers", answering(texts))
+        case "multiple-choice", _:
+            labels = labeled()
+            return TextSource(texts, "choices", choosing(texts, labels), labels=labels)
         case ("causal-lm", _) | (_, None):
             return TextSource(texts, "next-token" if own else "causal-lm", partial(_next_token, texts, own))
         case _, str(label):
-            _refuse_unlabeled(rows, label, texts.where)
-            numbers = not own and isinstance(rows[0][label], float | list)
-            classes = _num_outputs(rows, label) if numbers else _num_classes(rows, label)
-            dtype = torch.float32 if numbers else torch.int64
-            return TextSource(texts, "classification", partial(_classified, texts, label, dtype, own), classes=classes)
+            labels = labeled()
+            if own and (labels.several or labels.numbers is None):
+                raise ConfigError(f"column {label} has no class, which a model of Lockstep or of your own needs")
+            return TextSource(texts, "classification", partial(_classified, texts, label, labels, own), labels=labels)
     raise AssertionError(task)
 
 
@@ -136,6 +158,11 @@ def _check_options(section: HuggingFaceData, task: str | None) -> None:
     default = type(section).model_fields["mask_probability"].default  # a run's recorded config has it, too
     chat = section.messages is not None
     paired = section.rejected is not None
+    needed = TASKS[task].reads or {} if task and task in TASKS else {}
+    missing = [
+        f"`{key}`, the name of the column with {what}" for key, what in needed.items() if not getattr(section, key)
+    ]
+    pairs = isinstance(section.text_pair, tuple)
     refused = {
         f"rejected is for language models and for rewards (sequence-classification), but this is {model}; remove it": (
             paired and task not in (None, *_COMPLETED, _REWARDS)
@@ -146,8 +173,9 @@ def _check_options(section: HuggingFaceData, task: str | None) -> None:
         f"messages are for language models (causal-lm), but this is {model}; write them as text": (
             chat and task not in (None, *_COMPLETED) and not (paired and task == _REWARDS)
         ),
-        f"{task} needs `label`, the name of the column with {_NEEDS_LABEL.get(task or '')}": (
-            task in _NEEDS_LABEL and section.label is None and not paired
+        f"{task} needs {' and '.join(missing)}": bool(missing) and not paired,
+        f"image is for image-classification, but this is {model}; remove image": (
+            section.image is not None and task != "image-classification"
         ),
         f"label {section.label}: masked-lm hides tokens of `text`, which are its targets; remove label": (
             task == "masked-lm" and section.label is not None
@@ -157,6 +185,12 @@ def _check_options(section: HuggingFaceData, task: str | None) -> None:
         ),
         f"text_pair {section.text_pair} and {other} exclude each other; remove one of them": (
             section.text_pair is not None and (section.packed or completes)
+        ),
+        f"text_pair {section.text_pair}: several columns are for multiple-choice, but this is {model}; name one": (
+            pairs and task != "multiple-choice"
+        ),
+        "text_pair: the words of token-classification have no second text; remove it": (
+            section.text_pair is not None and task == "token-classification"
         ),
         "train_on_prompt is for language models with prompts (`text`) and completions (`label`), but this is "
         f"{model}{'' if section.label else ' without `label`'}; remove train_on_prompt": (
@@ -169,87 +203,6 @@ def _check_options(section: HuggingFaceData, task: str | None) -> None:
     for message, is_wrong in refused.items():
         if is_wrong:
             raise ConfigError(message)
-
-
-class Texts:
-    """The rows of a dataset and their tokenizer."""
-
-    def __init__(self, rows: Any, tokenizer: Any, section: HuggingFaceData, *, label_is_text: bool) -> None:
-        self.rows = rows
-        self.tokenizer = tokenizer
-        self.section = section
-        self.where = f"dataset {section.name}, split {section.split}"
-        named = (section.text, section.text_pair, section.label if label_is_text else None, section.rejected)
-        self._of_text = [column for column in named if column is not None]
-
-    def at(self, indices: Indices) -> dict[str, list[Any]]:
-        """Return the columns of the rows at `indices`. Raises UnusableSamples for one without a text."""
-        columns = self._at(indices)
-        for column in self._of_text:
-            check_texts(columns[column], indices + 1, column, self.where, UnusableSamples)
-        return columns
-
-    def before(self, indices: Indices) -> dict[str, list[Any]]:
-        """Return the columns of the rows before those at `indices`; before the first is the last."""
-        return self._at((indices - 1) % len(self.rows))
-
-    def _at(self, indices: Indices) -> dict[str, list[Any]]:
-        return cast("dict[str, list[Any]]", self.rows[indices.tolist()])
-
-    def encoded(self, columns: dict[str, list[Any]], **options: Any) -> dict[str, Tensor]:
-        """Return the tokenizer's tensors of the rows' texts, [samples, longest] each, as `padded`."""
-        pairs = columns[self.section.text_pair] if self.section.text_pair else None
-        return self.padded(columns[self.section.text], pairs, **options)
-
-    def padded(self, texts: list[str], pairs: list[str] | None = None, **options: Any) -> dict[str, Tensor]:
-        """Return the tokenizer's tensors, padded on the right to the longest, truncated to `max_length`."""
-        encoding = self.tokenizer(texts, pairs, truncation=True, max_length=self.section.max_length, **options)
-        if not any(encoding["input_ids"]):  # only empty texts: a model still needs a position
-            padding: dict[str, Any] = {"padding": "max_length", "max_length": 1}
-        else:
-            padding = {"padding": "longest"}
-        padded = dict(self.tokenizer.pad(encoding, padding_side="right", return_tensors="pt", **padding))
-        padded["attention_mask"][:, 0] = 1  # an empty text has one valid position: a softmax over none is NaN
-        return padded
-
-    def fingerprint(self, kind: str) -> str:
-        """Return a hash of rows spread over the dataset, the vocabulary and the options."""
-        options = self.section.model_dump(exclude={*_NOT_CONTENT, *CHAT_KEYS})
-        vocabulary = sorted(self.tokenizer.get_vocab().items())
-        return windows.fingerprint(kind, len(self.rows), self._sampled(), options, vocabulary)
-
-    def _sampled(self) -> dict[str, list[Any]]:
-        sampled = np.unique(np.linspace(0, len(self.rows) - 1, _FINGERPRINT_ROWS).astype(np.int64))
-        return read_or_explain(self._at, sampled)
-
-    def stream_key(self) -> str:
-        """Return a hash of all that the documents' tokens depend on."""
-        source = (rows_identity(self.rows), self.section.text, self._sampled()[self.section.text])
-        end = end_token(self.tokenizer)
-        return windows.fingerprint("stream", FORMAT, *source, tokenizer_identity(self.tokenizer), end)
-
-
-class TextSource:
-    """A source with one text for each sample; `kind`, of its batches, is part of the fingerprint."""
-
-    def __init__(
-        self,
-        texts: Texts,
-        kind: str,
-        batch: Callable[[Indices], Batch],
-        *,
-        classes: int | None = None,
-        draws: bool = False,
-    ) -> None:
-        vocabulary, padding = len(texts.tokenizer), texts.tokenizer.pad_token_id
-        pairs = texts.section.rejected is not None or texts.section.desirable is not None
-        self.facts = DataFacts(
-            len(texts.rows), None, vocabulary=vocabulary, classes=classes, padding=padding, pairs=pairs
-        )
-        self.fingerprint = texts.fingerprint(kind)
-        self.texts = texts
-        self.draws = draws
-        self.fetch = batch
 
 
 def _next_token(texts: Texts, own: bool, indices: Indices) -> Batch:
@@ -279,18 +232,18 @@ def _masked(texts: Texts, indices: Indices) -> Batch:
     return Batch(inputs, targets, len(indices), int(inputs["attention_mask"].sum()))
 
 
-def _classified(texts: Texts, label: str, dtype: torch.dtype, own: bool, indices: Indices) -> Batch:
+def _classified(texts: Texts, label: str, labels: ClassLabels, own: bool, indices: Indices) -> Batch:
     columns = texts.at(indices)
     inputs = texts.encoded(columns)
     mask = inputs["attention_mask"]
     if own:
         inputs = {"tokens": inputs["input_ids"], "mask": mask.bool()}
-    return Batch(inputs, torch.tensor(columns[label], dtype=dtype), len(indices), int(mask.sum()))
+    return Batch(inputs, labels.tensor(columns[label]), len(indices), int(mask.sum()))
 
 
 def _translated(texts: Texts, label: str, indices: Indices) -> Batch:
     columns = texts.at(indices)
-    inputs, answers = texts.encoded(columns), texts.padded(columns[label])
+    inputs, answers = texts.encoded(columns), texts.padded(texts.encoding_of(columns[label]))
     tokens = int(inputs["attention_mask"].sum() + answers["attention_mask"].sum())
     return Batch(inputs, _valid(answers), len(indices), tokens)
 
@@ -377,34 +330,6 @@ def _joined(texts: Texts, *, aligned: bool) -> Source:
 
 def _valid(encoding: dict[str, Tensor]) -> Tensor:
     return encoding["input_ids"].masked_fill(encoding["attention_mask"] == 0, IGNORED)
-
-
-def _num_outputs(rows: Any, label: str) -> int:
-    lengths = {len(value) if isinstance(value, list) else 1 for value in rows[label]}
-    if len(lengths) > 1:
-        given = f"column {label} has lists of {min(lengths)} to {max(lengths)} numbers"
-        raise ConfigError(f"{given}; for several classes a text, give a list of 0 and 1, one for each class")
-    return lengths.pop()
-
-
-def _refuse_unlabeled(rows: Any, label: str, where: str) -> None:
-    number = 1
-    for table in rows.select_columns([label]).with_format("arrow").iter(batch_size=10_000):
-        if table[label].null_count:
-            number += table[label].to_pylist().index(None)
-            raise ConfigError(f"{where}, row {number:,} has no value in the column {label}; correct or remove it")
-        number += len(table)
-
-
-def _num_classes(rows: Any, label: str) -> int:
-    values = set(rows.unique(label))
-    wrong = [value for value in values if not isinstance(value, int)]
-    if wrong:
-        raise ConfigError(f"column {label} has {wrong[0]!r}, but classes are numbers from 0, or a ClassLabel feature")
-    if min(values) < 0:
-        raise ConfigError(f"column {label} has {min(values)}, but classes are numbers from 0; is the split labeled?")
-    names = getattr(rows.features[label], "names", None) or ()  # a ClassLabel also names classes that don't occur
-    return max(len(names), int(max(values)) + 1)
 
 
 def fetch_tokens(config: Config) -> Iterator[str]:

@@ -165,10 +165,11 @@ class RenderedSource:
             samples, filled = self._packing.samples, 1 - self._packing.padding
             notes.append(f"{len(self._rows):,} {_noun(section)} packed into {samples:,} samples, {filled:.1%} filled")
         self.changes = [note for note in notes if note]
-        pairs = section.rejected is not None or rated is not None
-        sizes = {"vocabulary": len(tokenizer), "tokens": int(self.lengths.sum())}
+        pairs, tokens = section.rejected is not None or rated is not None, int(self.lengths.sum())
         self._per_sample = 2 if pairs else 1
-        self.facts = DataFacts(samples, None, classes=classes, padding=self._padding, pairs=pairs, **sizes)
+        self.facts = DataFacts(
+            samples, None, len(tokenizer), classes, padding=self._padding, pairs=pairs, tokens=tokens
+        )
 
     def fetch(self, indices: Indices) -> Batch:
         if self._packing:

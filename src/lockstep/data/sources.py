@@ -10,6 +10,7 @@ from lockstep.config.schema import CustomData, DataSource, Digits, HuggingFaceDa
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import Source
 from lockstep.core.records import LANGUAGE_MODEL, Batch
+from lockstep.core.tasks import TASKS
 from lockstep.data.bad_samples import CONFIGURED, SkippingSource
 from lockstep.data.custom import TRAINING, ItemReading, ItemSource, open_custom
 from lockstep.data.order import Indices
@@ -19,15 +20,20 @@ _MOST_LEFT_OUT = 10_000  # each is listed in every checkpoint
 _TASKS = {
     "stdlib-text": ("causal-lm",),
     "stdlib-functions": ("sequence-classification",),
-    "digits": (),
+    "digits": ("image-classification",),
     "tokens": ("causal-lm",),
-    "huggingface": ("causal-lm", "masked-lm", "sequence-classification", "seq2seq"),
+    "huggingface": tuple(name for name, task in TASKS.items() if task.reads is not None),
 }
 """Tasks of transformers models, by the kinds of data that have batches for them."""
 
 
 def open_source(
-    section: DataSource, *, task: str | None, tokenizer: str | None, reading: ItemReading = TRAINING
+    section: DataSource,
+    *,
+    task: str | None,
+    tokenizer: str | None,
+    reading: ItemReading = TRAINING,
+    class_names: Sequence[str] = (),
 ) -> Source:
     """Return the data that `section` describes. Raises ConfigError: it isn't on this machine, or doesn't suit the task.
 
@@ -35,6 +41,7 @@ def open_source(
         task: Task of a transformers model, with other input names (`input_ids`); `LANGUAGE_MODEL` for a
             language model of Lockstep; None for any other.
         tokenizer: The model's, for sections without one.
+        class_names: Of the run's classes; empty: the data's.
     """
     check_task(section, task)
     aligned = task not in (None, LANGUAGE_MODEL)
@@ -50,7 +57,7 @@ def open_source(
         case Digits():
             from lockstep.data.digits import DigitsSource
 
-            return DigitsSource(section)
+            return DigitsSource(section, aligned=aligned)
         case Tokens():
             from lockstep.data.tokens import open_tokens
 
@@ -58,7 +65,7 @@ def open_source(
         case HuggingFaceData():
             from lockstep.data.huggingface import open_huggingface
 
-            return open_huggingface(section, task=task, tokenizer=tokenizer)
+            return open_huggingface(section, task=task, tokenizer=tokenizer, class_names=class_names)
         case CustomData():
             return open_custom(section, reading)
     raise AssertionError(f"{section.kind}: a dataset from the Python API is adapted, not opened")
@@ -69,7 +76,7 @@ def check_task(section: DataSource, task: str | None) -> None:
     tasks = _TASKS.get(section.kind)
     if task in (None, LANGUAGE_MODEL) or tasks is None or task in tasks:
         return
-    purpose = f"for {', '.join(tasks)}" if tasks else "for no model of the transformers library"
+    purpose = f"for {', '.join(tasks)}"
     why = f"data of kind {section.kind} has batches {purpose}, but this model is made for {task}"
     raise ConfigError(f"{why}; take kind: custom, with items that have the keys of the model's forward")
 

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from lockstep.config.reading import resolve
 from lockstep.config.wording import yaml_like
+from lockstep.core.tasks import TASKS
 from lockstep.interop.foreign import ForeignFile, ForeignKey, is_off, plain
 from lockstep.interop.keys import (
     NOTHING,
@@ -398,7 +399,6 @@ def trackers(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
 
 # --- models and data, which a file may only name --------------------------------------------------------------------
 
-_TASKS = ("causal-lm", "masked-lm", "seq2seq", "sequence-classification")
 _NOT_TRANSFORMERS = (
     "resnet", "vgg", "densenet", "mobilenet", "efficientnet", "alexnet", "mlp", "cnn", "simple", "toy", "unet",
 )  # fmt: skip
@@ -437,7 +437,7 @@ def model(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
 
 def task(row: KeyRow, key: ForeignKey, file: ForeignFile) -> Answer:
     name = plain(str(key.value)).replace("_", "-")
-    if name not in _TASKS or not _is_on_the_hub(named_model(file)):
+    if name not in TASKS or not _is_on_the_hub(named_model(file)):
         return to_do("write model.kind and, for huggingface, model.task")
     return taken(row.target, name)
 

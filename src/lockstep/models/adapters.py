@@ -30,14 +30,11 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.formatting import listed
 from lockstep.core.hub import commit_of
 from lockstep.core.modes import evaluation_mode
+from lockstep.core.tasks import TASKS
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.initialization import generators_keyed
 from lockstep.models.meta_model import MetaModel, in_memory
 
-_TASKS = {
-    "causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "sequence-classification": "SEQ_CLS",
-    "token-classification": "TOKEN_CLS", "question-answering": "QUESTION_ANS",
-}  # fmt: skip
 _NAME = "default"
 _SHOWN = 4
 
@@ -238,7 +235,7 @@ def _peft() -> Any:
 def _config(peft: Any, model: nn.Module, section: Model) -> Any:
     adapter = section.adapter
     assert adapter is not None
-    task = _TASKS.get(section.task) if isinstance(section, HuggingFaceModel) else None
+    task = TASKS[section.task].peft if isinstance(section, HuggingFaceModel) else None
     targets: Any = adapter.targets if isinstance(adapter.targets, str | None) else list(adapter.targets)
     if targets == "all-linear" and not isinstance(section, HuggingFaceModel):
         targets = _linear_layers(model)

@@ -16,6 +16,7 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.formatting import listed
 from lockstep.core.protocols import EvaluatedObjective, Objective
 from lockstep.core.records import IGNORED
+from lockstep.core.tasks import TASKS
 from lockstep.models.heads import Head
 from lockstep.models.objectives import ClassifierLoss, ModelLoss, SpanLoss, TargetLoss
 from lockstep.models.preferences import DistillLoss, Log, PairLoss, RatedLoss, unlogged
@@ -25,17 +26,6 @@ from lockstep.plan.batch import smallest_micro_batch
 if TYPE_CHECKING:
     from lockstep.core.records import Batch, DataFacts
     from lockstep.plan.plan import Plan
-
-_TASK_KINDS = {
-    "causal-lm": "next-token",
-    "speech-seq2seq": "seq2seq",
-    "sequence-classification": "classification",
-    "image-classification": "classification",
-    "audio-classification": "classification",
-    "ctc": "model",
-}
-"""Kinds of objectives by tasks of a transformers model; other tasks have the name of their kind."""
-
 
 _PAIRED_BY = {kind: "classification" if kind == "reward" else "next-token" for kind in (*PAIRS, "kto")}
 """Kinds of objectives that a model must be made for, by objectives of pairs."""
@@ -217,7 +207,7 @@ def objective_kind(objective: schema.ObjectiveConfig, model: schema.Model, facts
     if isinstance(model, schema.CustomModel | schema.GivenModel) and head is None:
         return objective.kind if objective.kind != "auto" else _kind_of_data(facts)
     if isinstance(model, schema.HuggingFaceModel):
-        made_for = _TASK_KINDS.get(model.task, model.task)
+        made_for = TASKS[model.task].kind
     elif head is not None:
         made_for = head.labels
     else:

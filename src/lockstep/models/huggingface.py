@@ -29,6 +29,7 @@ from lockstep.core.hub import commit_of, missing, needs_hub, snapshot
 from lockstep.core.near_runs import peer_checkpoint
 from lockstep.core.out_of_memory import out_of_memory_cause
 from lockstep.core.records import DataFacts
+from lockstep.core.tasks import TASKS
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.config_keys import check_keys, effective_keys, override
 from lockstep.models.initialization import generators_keyed, reset_modules
@@ -38,20 +39,6 @@ from lockstep.models.weight_files import Weights, read_weights, refuse_damaged
 from lockstep.models.weight_matching import DEQUANTIZE, PARTIAL, Slot, WeightMatch, match_weights, problems_of
 
 _LOG = logging.getLogger(__name__)
-_AUTO_CLASSES = {
-    "causal-lm": "AutoModelForCausalLM",
-    "masked-lm": "AutoModelForMaskedLM",
-    "sequence-classification": "AutoModelForSequenceClassification",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-    "token-classification": "AutoModelForTokenClassification",
-    "multiple-choice": "AutoModelForMultipleChoice",
-    "question-answering": "AutoModelForQuestionAnswering",
-    "image-classification": "AutoModelForImageClassification",
-    "audio-classification": "AutoModelForAudioClassification",
-    "speech-seq2seq": "AutoModelForSpeechSeq2Seq",
-    "ctc": "AutoModelForCTC",
-}
-_CLASSIFIERS = ("sequence-classification", "token-classification", "image-classification", "audio-classification")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -71,8 +58,10 @@ def build_huggingface(section: HuggingFaceModel, facts: DataFacts, seed: int, *,
             model, random = _from_pretrained(section, config, trust_remote_code)
         kept = {parameter for name, parameter in _parameters(model).items() if name not in random}
         reset_modules(model, seed, _resets(model, random), keep=kept)
-        rows = model.get_input_embeddings().weight.shape[0] if section.pretrained is not None else None
-        if rows is not None and (facts.vocabulary or 0) > rows:  # such as for a padding token added to the tokenizer
+        rows = 0
+        if section.pretrained is not None and facts.vocabulary is not None:  # images have no table of embeddings
+            rows = model.get_input_embeddings().weight.shape[0]
+        if rows and (facts.vocabulary or 0) > rows:  # such as for a padding token added to the tokenizer
             _LOG.warning("the data has %d token ids, the weights %d: embedding resized", facts.vocabulary, rows)
             with generators_keyed(seed, "new tokens"):
                 model.resize_token_embeddings(facts.vocabulary, mean_resizing=False)
@@ -145,8 +134,8 @@ def _values(
 def _weights_by_name(section: HuggingFaceModel, sketch: Any, facts: DataFacts) -> Mapping[str, Tensor] | None:
     """Return the parameters and buffers in the files; None if the library changes them when it loads them."""
     match = _matched(sketch, _read(section))
-    rows = sketch.get_input_embeddings().weight.shape[0]
-    if match.reshaped or (match.unexpected and match.missing) or (facts.vocabulary or 0) > rows:
+    grows = facts.vocabulary is not None and facts.vocabulary > sketch.get_input_embeddings().weight.shape[0]
+    if match.reshaped or (match.unexpected and match.missing) or grows:
         return None
     _judge(section, sketch, match)
     return {slot.name: tensor for slot, tensor in match.pairs}
@@ -221,7 +210,7 @@ def _config(section: HuggingFaceModel, facts: DataFacts, trust_remote_code: bool
     config.use_cache = False
     if facts.padding is not None:
         config.pad_token_id = facts.padding
-    if section.task in _CLASSIFIERS:
+    if TASKS[section.task].classifies:
         _adopt_classes(config, section, facts)
     if section.task in ("seq2seq", "speech-seq2seq") and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id  # T5's convention
@@ -256,12 +245,14 @@ def _adopt_vocabulary(config: Any, overrides: Collection[str], facts: DataFacts)
 def _adopt_classes(config: Any, section: HuggingFaceModel, facts: DataFacts) -> None:
     configured = {"num_labels", "id2label"} & set(section.architecture or {})
     own = config.num_labels if configured or section.pretrained is not None else None
-    classes = section.classes or (own if configured else None) or facts.classes or own
+    classes = section.num_classes or (own if configured else None) or facts.classes or own
     if classes is None:
         raise _problem("classes", "the data doesn't determine the number of classes; set it")
     if facts.classes is not None and classes < facts.classes:
         few = f"{classes} is too few: the data has {facts.classes} classes"
         raise _problem("classes", f"{few}; set that number, or remove it")
+    if facts.numbers and classes == 1 and config.problem_type is None:
+        config.problem_type = "regression"
     if classes < 2 and config.problem_type != "regression" and not facts.pairs:
         remedy = "for numbers set architecture.problem_type: regression"
         raise _problem("classes", f"{classes}, but a classifier has 2 or more classes; {remedy}")
@@ -270,6 +261,13 @@ def _adopt_classes(config: Any, section: HuggingFaceModel, facts: DataFacts) -> 
         raise _problem("architecture.pad_token_id", f"{why}; set the tokenizer's padding token")
     if classes != config.num_labels:
         config.num_labels = classes
+    names = section.class_names or facts.class_names
+    if len(names) != classes:
+        return
+    before = [config.id2label[number] for number in range(classes)]
+    if not section.class_names and before != list(names) and sorted(before) == sorted(names):
+        raise _problem("classes", f"the data's are {names}, and pretrained has {before}; write classes: {before}")
+    config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
 
 
 # --- the module ---------------------------------------------------------------------------------------------------
@@ -314,7 +312,7 @@ def _resets(model: Any, names: Collection[str]) -> dict[str, Callable[[], object
 def _auto_class(section: HuggingFaceModel) -> Any:
     import transformers
 
-    return getattr(transformers, _AUTO_CLASSES[section.task])
+    return getattr(transformers, f"AutoModel{TASKS[section.task].head}")
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -14,6 +14,7 @@ from lockstep.config.schema import (
     TransformerModel,
 )
 from lockstep.core.records import DataFacts
+from lockstep.core.tasks import TASKS
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config, DataSource, Model
@@ -60,7 +61,7 @@ def model_states_sizes(model: Model) -> bool:
         case HuggingFaceModel():
             keys = model.architecture or {}
             has_vocabulary = model.pretrained is not None or "vocab_size" in keys
-            has_classes = model.task != "sequence-classification" or model.classes is not None or "num_labels" in keys
+            has_classes = not TASKS[model.task].classifies or model.classes is not None or "num_labels" in keys
             return has_vocabulary and has_classes
         case TransformerModel(vocabulary=vocabulary):
             return vocabulary is not None

@@ -4,6 +4,9 @@ task                       inputs                                   targets
 causal-lm, masked-lm       input_ids, attention_mask [B, T]         ids [B, T]
 seq2seq                    the same                                 ids of the target text [B, T]
 sequence-classification    the same                                 classes [B], numbers [B] or [B, outputs]
+token-classification       the same                                 classes [B, T]
+question-answering         the same, start_ and end_positions [B]   none
+multiple-choice            input_ids, attention_mask [B, C, T]      choices [B]
 none, with a label         tokens, mask [B, T]                      classes [B]
 tokens, packed text        input_ids or tokens [B, T], no mask      the same ids, or the next ones
 packed, each for itself    input_ids, position_ids [B, T]           ids [B, T]
@@ -41,6 +44,9 @@ class MadeUp:
         outputs: Numbers that are a sample's target; 0: its class; None: ids.
         rows: Of a batch, for each sample.
         rated: Their answers are desirable or not.
+        tags: The targets are classes of the tokens.
+        spans: The targets are positions, among the inputs.
+        choices: Rows of a sample; 0: it has one.
     """
 
     draws = False
@@ -58,7 +64,11 @@ class MadeUp:
         positions: bool = False,
         rows: int = 1,
         rated: bool = False,
+        tags: bool = False,
+        spans: bool = False,
+        choices: int = 0,
     ) -> None:
+        self._tags, self._spans, self._choices = tags, spans, choices
         self._length = length
         self._ids = vocabulary or 2
         self._own = own
@@ -79,9 +89,14 @@ class MadeUp:
             inputs_by_name |= {"mask": mask.bool()} if self._own else {"attention_mask": mask}
         if self._positions:
             inputs_by_name["position_ids"] = torch.arange(self._length).repeat(samples, 1)
-        targets: Any = following if self._own else inputs.clone()
+        targets: Any = following if self._own else torch.zeros_like(inputs) if self._tags else inputs.clone()
         if self._rated:
             targets = {"answers": targets, "desirable": torch.ones(len(indices), dtype=torch.bool)}
+        if self._choices:
+            inputs_by_name = {name: x[:, None].repeat(1, self._choices, 1) for name, x in inputs_by_name.items()}
+        if self._spans:
+            inputs_by_name |= dict.fromkeys(("start_positions", "end_positions"), inputs.new_zeros(samples))
+            targets = None
         if self._outputs is not None:
             targets = self._classes_or_numbers(samples)
         return Batch(inputs_by_name, targets, len(indices), samples * self._length)
@@ -104,8 +119,13 @@ def made_up_data(config: Config, facts: DataFacts) -> CustomData:
         case Tokens(length=length) | HuggingFaceData(packed=True | "whole", max_length=length):
             apart = isinstance(train, HuggingFaceData) and train.keeps_apart
             arguments |= {"length": length, "masked": False, "positions": apart}
-        case HuggingFaceData(max_length=length, label=label):
-            has_classes = task == "sequence-classification" or (task is None and label is not None)
+        case HuggingFaceData(image=None, max_length=length, label=label, text_pair=pair) if (
+            task != "multiple-choice" or isinstance(pair, tuple)
+        ):
+            arguments |= {"tags": task == "token-classification", "spans": task == "question-answering"}
+            arguments["choices"] = len(pair) if isinstance(pair, tuple) else 0
+            single = ("sequence-classification", "multiple-choice")
+            has_classes = task in single or (task is None and label is not None)
             paired, rated = train.rejected is not None, train.desirable is not None
             arguments |= {"length": length, "masked": not own or has_classes}
             arguments |= {"rows": 1 + (paired or rated), "rated": rated}
@@ -134,7 +154,7 @@ def _outputs(config: Config) -> int:
         return 0
     keys = config.model.architecture or {}
     numbers = keys.get("problem_type") in _NUMBERS
-    return int(config.model.classes or keys.get("num_labels") or 1) if numbers else 0
+    return int(config.model.num_classes or keys.get("num_labels") or 1) if numbers else 0
 
 
 def _stated_vocabulary(config: Config) -> int | None:

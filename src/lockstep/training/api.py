@@ -101,6 +101,7 @@ def session(config: ConfigLike, *, trust_run: bool = False, **objects: Unpack[Ob
     checked = resolved(config, given, trusted=trust_run)
     for is_on, key, why in (
         (checked.monitor.early_stopping, "monitor.early_stopping", "can't end it; leave this out"),
+        (checked.schedule.plateau, "schedule.plateau", "doesn't see its evaluations; pass a schedule"),
         (checked.recovery.bad_numbers.rolls_back, "recovery.bad_numbers", "can't start it again; write skip"),
         (checked.recovery.compare_every, "recovery.compare_every", "compares no copies; leave this out"),
     ):

@@ -58,6 +58,7 @@ from lockstep.training.parallelize import (
     parallelize,
     tensor_plan_of,
 )
+from lockstep.training.plateau import PlateauRate
 from lockstep.training.readback import Readback
 from lockstep.training.session import Session
 from lockstep.training.sources import make_objective, open_sources, prepared, users_model
@@ -325,6 +326,8 @@ def _refuse_coupled(coupled: str | None, objective: EvaluatedObjective) -> None:
 def _rate(optim: Optim, schedule: Schedule, custom: Callable[[int, int | None], float] | None) -> Rate:
     if custom is not None:
         return lambda done, step, steps: optim.lr * custom(step, steps)
+    if schedule.kind == "plateau":
+        return PlateauRate(optim, schedule)
     return partial(learning_rate, optim, schedule)
 
 

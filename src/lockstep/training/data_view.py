@@ -44,11 +44,14 @@ Part = tuple[str, bool]
 def shown_data(config: Config, given: UserObjects, samples: int) -> Iterator[list[Part]]:
     """Yield lines, as parts, of the first `samples` and of the first step. Raises ConfigError."""
     source = open_sources(config.with_values(data={"evaluation": {}}), given)[0]
-    model, opened, decode, tokenizer = config.model, source, None, None
+    model, opened, decode, tokenizer, named = config.model, source, None, None, None
     if model.kind == "huggingface" and config.data.train.kind == "custom":
         tokenizer = at_revision(model.pretrained, model.revision)
     with suppress(ConfigError):  # it isn't known
         decode = codec_of(model, config.data.train, tokenizer, answers=False).whole
+    if model.kind == "huggingface" and model.task == "token-classification":
+        names = source.facts.class_names
+        named = lambda tags: " ".join(names[tag] if names else str(tag) for tag in tags)  # noqa: E731
     shifts = model.kind == "huggingface" and model.task == "causal-lm"
     while isinstance(opened, PreparedSource):
         opened = opened.source
@@ -62,6 +65,7 @@ def shown_data(config: Config, given: UserObjects, samples: int) -> Iterator[lis
         batch, rated = _rated(next(batches))
         if shifts and isinstance(batch.targets, Tensor):  # the first id of a text isn't predicted
             batch = replace(batch, targets=batch.targets.index_fill(1, torch.tensor([0]), IGNORED))
+        batch = _with_span(batch)
         tokens, places = tokens + batch.tokens, places + _places(batch)
         targets += _num_targets(batch.targets)
         for number, index in enumerate(indices[: max(samples, 0)]):
@@ -70,7 +74,7 @@ def shown_data(config: Config, given: UserObjects, samples: int) -> Iterator[lis
             if rated:
                 parts = (", desirable" if rated[number] else ", undesirable", ", with another's answer")
             for row, part in enumerate(parts, number * len(parts)):
-                yield from _sample(batch, row, f"sample {index:,}", part, rows, decode)
+                yield from _sample(batch, row, f"sample {index:,}", part, rows, decode, named)
         samples -= len(indices)
     loader.close()
     yield _line(f"{config.data.train.kind}: {source.facts.samples:,} samples")
@@ -92,8 +96,18 @@ def _sizes(tokens: int, places: int, targets: int, micro_size: int) -> str:
     return f"{tokens:,} tokens, {targets:,} targets, {padding}"
 
 
+def _with_span(batch: Batch) -> Batch:
+    """Return the batch with the tokens of answers as targets, if it has answers."""
+    inputs = _named(batch.inputs)
+    if not {"start_positions", "input_ids"} <= inputs.keys():
+        return batch
+    places = torch.arange(inputs["input_ids"].shape[1])
+    inside = (places >= inputs["start_positions"][:, None]) & (places <= inputs["end_positions"][:, None])
+    return replace(batch, targets=torch.where(inside, inputs["input_ids"], IGNORED))
+
+
 def _sample(
-    batch: Batch, row: int, name: str, part: str, rows: list[int], decode: Decode | None
+    batch: Batch, row: int, name: str, part: str, rows: list[int], decode: Decode | None, named: Decode | None
 ) -> Iterator[list[Part]]:
     """Yield the lines of a sample; `rows` of the dataset, if they are known: several if they are packed."""
     inputs = _named(batch.inputs)
@@ -127,8 +141,8 @@ def _sample(
         pairs = zip(values[begin:end].tolist(), marks[begin:end].tolist(), strict=True)
         parts = groupby(pairs, key=lambda pair: bool(pair[1]))
         yield [(decode([token for token, _ in group]), marked) for marked, group in parts]
-    if ids != _SHIFTED and not torch.equal(values[marks], targets[marks]):  # some are masked
-        yield _line(f"targets: {decode(targets[marks].tolist())}")
+    if ids != _SHIFTED and (named or not torch.equal(values[marks], targets[marks])):  # tags, or some are masked
+        yield _line(f"targets: {(named or decode)(targets[marks].tolist())}")
 
 
 def _target(targets: Any, row: int) -> Iterator[list[Part]]:

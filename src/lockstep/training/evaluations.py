@@ -22,6 +22,8 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import EvaluationReport, Request, StepReport
 from lockstep.models.metrics import own_metrics
 from lockstep.monitor.jsonl import finite
+from lockstep.training.plateau import KEY as PLATEAU
+from lockstep.training.plateau import PlateauRate
 from lockstep.training.requests import Trigger
 from lockstep.training.session import Session, components_of
 
@@ -117,6 +119,8 @@ class Evaluations:
         self._best: float | None = None
         self.best_at: int | None = None
         self.early_stopping = EarlyStopping(components.config.monitor.early_stopping)
+        rate = components.update.rate
+        self._plateau = rate if isinstance(rate, PlateauRate) else None
         self.reports: tuple[EvaluationReport, ...] = ()
 
     def refuse_unknown_metrics(self) -> None:
@@ -130,6 +134,10 @@ class Evaluations:
             self._refuse_unknown_metric("monitor.early_stopping.metric", stopping.metric)
             if improvement_of(stopping.metric, stopping.mode) and stopping.mode == "auto":
                 self._refuse_direction("monitor.early_stopping.mode", stopping.metric, "max", "min")
+        if self._plateau is not None:
+            self._refuse_unknown_metric(f"{PLATEAU}.metric", self._plateau.section.metric)
+            if self._plateau.section.mode == "auto":
+                self._refuse_direction(f"{PLATEAU}.mode", self._plateau.section.metric, "max", "min")
 
     def _refuse_direction(self, key: str, metric: str, highest: str, lowest: str) -> None:
         """Raise ConfigError if torchmetrics has another direction than the name of a metric shows."""
@@ -161,6 +169,8 @@ class Evaluations:
         self.reports = _reports_in(manifest, list(components_of(self._session).evaluation.sets))
         if self._best is not None and manifest.metrics.get(self._section.best or "") == self._best:
             self.best_at = manifest.step
+        if self._plateau is not None:
+            self._plateau.restore(manifest.state.get("plateau"))
         return self.early_stopping.restore(manifest.state.get("early_stopping"))
 
     def schedule(self) -> None:
@@ -203,6 +213,8 @@ class Evaluations:
         """Take the reports of the evaluation after the last update; at the run's end it stops nothing early."""
         if not at_end:
             self.early_stopping.see(reports)
+            if self._plateau is not None:
+                self._plateau.see(_metrics(reports))
         self.reports = tuple(reports)
         self._note_best()
         self._last, self._is_requested = self._session.progress, False
@@ -210,7 +222,8 @@ class Evaluations:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint of the state after the last update keeps."""
-        return {"best": self._best, "evaluation_due": self.due, **self.early_stopping.state()}
+        plateau = {} if self._plateau is None else {"plateau": self._plateau.state()}
+        return {"best": self._best, "evaluation_due": self.due, **self.early_stopping.state(), **plateau}
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of the state after the last update by `set.metric`; empty if it wasn't evaluated."""

@@ -131,7 +131,8 @@ class ExportedState:
         }
         groups = parameter_groups(parameters.items(), optim)
         done = fraction_done(self.config.run, self.progress, self._order.epoch_samples)
-        rate = learning_rate(optim, self.config.schedule, done, self.progress.steps, self.steps)
+        lowered = optim.model_copy(update={"lr": self.manifest.state.get("plateau", {}).get("lr", optim.lr)})
+        rate = learning_rate(lowered, self.config.schedule, done, self.progress.steps, self.steps)
         if halves is not None:
             groups = _regrouped(groups, [[name for name in half if name in trained] for half in halves])
         torch_groups = [

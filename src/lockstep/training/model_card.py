@@ -23,6 +23,7 @@ from lockstep.core.distribution import DISTRIBUTION
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import write_atomically
 from lockstep.core.hub import commit_of, is_connected, needs_hub, requested
+from lockstep.core.tasks import TASKS
 from lockstep.core.terminal import command_line
 from lockstep.data.hub import huggingface_sections
 from lockstep.monitor.events import sampled_losses
@@ -38,21 +39,6 @@ _LOSSES = 12
 _SECTIONS = {
     "model", "data", "objective", "batch", "optim", "schedule", "precision", "parallel", "evaluation", "memory",
 }  # fmt: skip
-_PEFT = {
-    "causal-lm": "ForCausalLM",
-    "seq2seq": "ForSeq2SeqLM",
-    "sequence-classification": "ForSequenceClassification",
-    "token-classification": "ForTokenClassification",
-    "question-answering": "ForQuestionAnswering",
-}
-_PIPELINES = {
-    "causal-lm": "text-generation",
-    "seq2seq": "text2text-generation",
-    "masked-lm": "fill-mask",
-    "sequence-classification": "text-classification",
-    "speech-seq2seq": "automatic-speech-recognition",
-    "ctc": "automatic-speech-recognition",
-}
 
 
 @contextmanager
@@ -79,17 +65,19 @@ def model_card(name: str, architecture: str, manifest: Manifest, run: Path | Non
         run: The run's folder, for its losses.
     """
     config = validate(manifest.config).config
+    task = TASKS.get(getattr(config.model, "task", ""))
     if architecture == "AutoPeftModel":
-        architecture += _PEFT.get(getattr(config.model, "task", ""), "")
+        architecture += task.head if task is not None and task.peft else ""
     pretrained, sections = huggingface_sections(config)
     source = [] if pretrained is None else [_source("model", pretrained, getattr(config.model, "revision", None))]
+    processor = "AutoImageProcessor" if any(each.image for each in sections) else "AutoTokenizer"
     data = [_source("dataset", each.name, each.revision) for each in sections]
     trained = f"{formatting.counted(manifest.step, 'step')} ({manifest.samples:,} samples, {manifest.tokens:,} tokens)"
     parts = [
         f"---\n{_front_matter(config, architecture)}---",
         f"# {name.rpartition('/')[2]}",
         f"A {architecture}, trained with {DISTRIBUTION} for {trained}{', from ' + source[0] if source else ''}.",
-        f"## Load it\n\n```python\n{_loading(name, architecture)}```",
+        f"## Load it\n\n```python\n{_loading(name, architecture, processor)}```",
         "## Data\n\n" + ("\n".join(f"- {each}" for each in data) or f"- {config.data.train.kind}"),
     ]
     losses = [(step, loss) for step, loss in sampled_losses(run / METRICS) if step <= manifest.step] if run else []
@@ -114,9 +102,8 @@ def model_card(name: str, architecture: str, manifest: Manifest, run: Path | Non
 def _front_matter(config: Config, architecture: str) -> str:
     pretrained, sections = huggingface_sections(config)
     values: dict[str, Any] = {"library_name": _library(architecture), "tags": ["lockstep"]}
-    task = _PIPELINES.get(getattr(config.model, "task", ""), getattr(config.model, "task", None))
-    if task is not None:
-        values["pipeline_tag"] = task
+    if config.model.kind == "huggingface":
+        values["pipeline_tag"] = TASKS[config.model.task].pipeline
     if pretrained is not None and not Path(pretrained).expanduser().exists():
         values["base_model"] = pretrained
     if datasets := sorted({each.name for each in sections if each.revision is not None}):
@@ -131,11 +118,12 @@ def _source(kind: str, name: str, revision: str | None) -> str:
     return f"the {kind} {name} at {requested(revision)}" + (f" ({commit})" if commit != requested(revision) else "")
 
 
-def _loading(name: str, architecture: str) -> str:
+def _loading(name: str, architecture: str, processor: str) -> str:
+    variable = "tokenizer" if processor == "AutoTokenizer" else "processor"
     return (
-        f"from transformers import AutoTokenizer\nfrom {_library(architecture)} import {architecture}\n\n"
+        f"from transformers import {processor}\nfrom {_library(architecture)} import {architecture}\n\n"
         f'model = {architecture}.from_pretrained("{name}")\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n'
+        f'{variable} = {processor}.from_pretrained("{name}")\n'
     )
 
 

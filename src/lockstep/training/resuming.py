@@ -31,6 +31,7 @@ from lockstep.monitor.jsonl import finite
 from lockstep.plan.schedule import LENGTHS, fraction_done, horizon
 from lockstep.training.evaluations import EarlyStoppingState
 from lockstep.training.ledger import Segment, segments_in
+from lockstep.training.plateau import PlateauState
 from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class _State(BaseModel):
     data: dict[str, Any]
     best: float | None = None
     early_stopping: EarlyStoppingState | None = None
+    plateau: PlateauState | None = None
     evaluation_due: bool = False
     left_out: list[LeftOutSample] = []
 

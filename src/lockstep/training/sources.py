@@ -6,7 +6,7 @@ config, objects --> task of the model --> sources --> labels: aligned with the i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from lockstep.core.modes import in_training
 from lockstep.core.out_of_memory import error_location, out_of_memory_cause
 from lockstep.core.protocols import EvaluatedObjective, Source
 from lockstep.core.records import LANGUAGE_MODEL, DataFacts
+from lockstep.core.tasks import TASKS, task_of_class
 from lockstep.data.custom import ItemReading, adapt_dataset
 from lockstep.data.loader import first_batch
 from lockstep.data.sources import PreparedSource, open_source, renamed_inputs, skipping
@@ -52,8 +53,6 @@ _OWN_STEP = (
 _EVALUATION = ItemReading(evaluates=True)
 _OF_TOKENS = ("next-token", "distill", "kto", *PAIRS)
 """Objectives with targets that may be aligned with the input tokens."""
-_TASKS = {"next-token": "causal-lm", "classification": "sequence-classification"}
-"""Tasks by kinds of heads; others have the same name."""
 
 
 def users_model(config: Config, given: UserObjects) -> nn.Module | None:
@@ -95,13 +94,17 @@ def open_sources(config: Config, given: UserObjects, model: nn.Module | None = N
     task, tokenizer = task_of(config, model)
     bad_samples, ranges = config.data.bad_samples, config.data.leave_out
     reading = ItemReading(bad_samples, lambda index: any(first <= index <= last for first, last in ranges))
-    train = _open(config.data.train, given, given.train_dataset, "data.train", task, tokenizer, reading)
+    opening = partial(open_source, task=task, tokenizer=tokenizer)
+    names = _class_names(config, model)
+    train = _open(
+        config.data.train, given, given.train_dataset, "data.train", partial(opening, class_names=names), reading
+    )
+    opening = partial(opening, class_names=names or train.facts.class_names)
     numbers = config.recovery.bad_numbers
     refuse_large_window(numbers, config.batch.global_size)
     train = skipping(train, bad_samples, config.data.leave_out, later=numbers.rolls_back)
     evaluation = {
-        name: _open_evaluation(name, section, given, task, tokenizer)
-        for name, section in config.data.evaluation.items()
+        name: _open_evaluation(name, section, given, opening) for name, section in config.data.evaluation.items()
     }
     if not config.model.inputs:
         return train, evaluation
@@ -179,7 +182,18 @@ def task_of(config: Config, model: nn.Module | None) -> tuple[str | None, str | 
     head = head_of(model)
     if head is None:
         return LANGUAGE_MODEL if config.objective.kind in _OF_TOKENS else None, None
-    return _TASKS.get(head.labels, head.labels), getattr(head.config, "name_or_path", None) or None
+    return task_of_class(type(head.model).__name__, head.labels), getattr(head.config, "name_or_path", None) or None
+
+
+def _class_names(config: Config, model: nn.Module | None) -> Sequence[str]:
+    """Return the names of a model's classes by number; none if it has none, or its default ones."""
+    if config.model.kind == "huggingface":
+        return config.model.class_names
+    head = head_of(model)
+    if head is None or not TASKS[task_of_class(type(head.model).__name__, head.labels)].classifies:
+        return ()
+    names = [head.config.id2label[number] for number in range(head.config.num_labels)]
+    return () if names == [f"LABEL_{number}" for number in range(len(names))] else names
 
 
 def _open(
@@ -187,24 +201,21 @@ def _open(
     given: UserObjects,
     dataset: Any,
     key: str,
-    task: str | None,
-    tokenizer: str | None,
+    opening: Callable[..., Source],
     reading: ItemReading = _EVALUATION,
 ) -> Source:
     if section.kind != "given":
-        return open_source(section, task=task, tokenizer=tokenizer, reading=reading)
+        return opening(section, reading=reading)
     if dataset is None:
         raise not_given(key, "a map-style Dataset", dataset)
     return adapt_dataset(dataset, given.collate, reading)
 
 
-def _open_evaluation(
-    name: str, section: DataSource, given: UserObjects, task: str | None, tokenizer: str | None
-) -> Source:
+def _open_evaluation(name: str, section: DataSource, given: UserObjects, opening: Callable[..., Source]) -> Source:
     key = f"data.evaluation.{name}"
     try:
         with evaluation_named(name):
-            source = _open(section, given, given.eval_datasets.get(name), key, task, tokenizer)
+            source = _open(section, given, given.eval_datasets.get(name), key, opening)
     except Exception as error:  # no smaller micro-batch helps: it was read sample by sample
         if out_of_memory_cause(error) is None:
             raise

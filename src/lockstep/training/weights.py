@@ -25,6 +25,7 @@ from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import replacing_file, replacing_folder
 from lockstep.core.hub import at_revision
 from lockstep.core.terminal import command_line
+from lockstep.data.hub import Processor
 from lockstep.monitor.folder import is_finished
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def save_for_transformers(
     expected: ModelTensors,
     tensors: Mapping[str, Tensor],
     target: Path,
-    tokenizer: tuple[str, str | None] | None,
+    tokenizer: Processor | None,
     also: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a folder for `from_pretrained`. Raises RunFailed if transformers hasn't written all of the model.
@@ -113,7 +114,7 @@ def save_for_transformers(
     Args:
         expected: The tensors of the whole model.
         tensors: Parameters and saved buffers by name, whole, tied ones once.
-        tokenizer: Folder or hub name of the model's tokenizer, and the file of its chat template, if it isn't its own.
+        tokenizer: The model's tokenizer or image processor.
         also: Writes further files.
     """
     from lockstep.models.transformers_models import own_classes, quiet
@@ -127,7 +128,7 @@ def save_for_transformers(
 
 
 def complete_for_transformers(
-    model: Any, expected: ModelTensors, folder: Path, target: Path, tokenizer: tuple[str, str | None] | None
+    model: Any, expected: ModelTensors, folder: Path, target: Path, tokenizer: Processor | None
 ) -> None:
     """Check that transformers has written all of a model to a folder; add its tokenizer. Raises RunFailed."""
     from lockstep.models.transformers_models import never_written
@@ -144,13 +145,11 @@ def complete_for_transformers(
     add_tokenizer(tokenizer, folder)
 
 
-def add_tokenizer(tokenizer: tuple[str, str | None] | None, folder: Path) -> None:
+def add_tokenizer(tokenizer: Processor | None, folder: Path) -> None:
     """Add a tokenizer, as of `tokenizer_of`, to a folder, if it is on this machine."""
-    from lockstep.data.hub import load_tokenizer
-
     if tokenizer is not None:
         with suppress(ConfigError):
-            load_tokenizer(*tokenizer).save_pretrained(folder)
+            tokenizer.load().save_pretrained(folder)
 
 
 def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
@@ -161,15 +160,12 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
 
 
-def tokenizer_of(model: Model, data: DataSource) -> tuple[str, str | None] | None:
-    """Return the folder or hub name of the transformers tokenizer of a run's data, and its chat template's file.
-
-    None if it has no such tokenizer.
-    """
+def tokenizer_of(model: Model, data: DataSource) -> Processor | None:
+    """Return the transformers tokenizer, or image processor, of a run's data; None if it has none."""
     if data.kind == "huggingface":
         own = at_revision(model.pretrained, model.revision) if model.kind == "huggingface" else None
         name = data.tokenizer or own
-        return None if name is None else (name, data.chat_template)
+        return None if name is None else Processor(name, data.chat_template, data.image is not None)
     if data.kind != "tokens":
         return None
     from lockstep.data.tokens import tokenizer_name
@@ -178,7 +174,7 @@ def tokenizer_of(model: Model, data: DataSource) -> tuple[str, str | None] | Non
         name = tokenizer_name(data.folder, data.split)
     except ConfigError:
         return None
-    return None if name == "bytes" else (name, None)
+    return None if name == "bytes" else Processor(name)
 
 
 def to_rebuild(loaded: LoadedConfig, *, trusted: bool) -> Config:
