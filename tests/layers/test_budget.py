@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 82_059
-MOST_FILES = 483
-MOST_CODE = 49_908
+MOST_LINES = 82_735
+MOST_FILES = 488
+MOST_CODE = 50_293
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
-LARGER_PACKAGES = {"training": 10_185}
+LARGER_PACKAGES = {"training": 10_304}
 MOST_SMALL_FILES = 7
 """Files of less than 60 lines, an `__init__` aside, that one other file imports."""
 MOST_IN_CIRCLES: dict[str, int] = {}
