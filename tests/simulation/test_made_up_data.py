@@ -57,6 +57,16 @@ BATCHES: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[tuple[int, ...],
         ("input_ids", "attention_mask"),
         CLASSES,
     ),
+    "tags": (
+        run_of(hf("token-classification", classes=3), text="words", label="tags"),
+        ("input_ids", "attention_mask"),
+        IDS,
+    ),
+    "choices": (
+        run_of(hf("multiple-choice"), text_pair=("first", "second"), label="right"),
+        ("input_ids", "attention_mask"),
+        CLASSES,
+    ),
     "numbers": (
         run_of(hf("sequence-classification", classes=1, problem_type="regression"), label="score"),
         ("input_ids", "attention_mask"),
@@ -85,7 +95,7 @@ def test_batches_have_the_inputs_and_targets_of_the_task(name: str) -> None:
     section: Any = readable(config, facts).data.train
     batch = construct("sources", section.target, section.arguments).fetch(np.arange(SAMPLES))
     assert tuple(batch.inputs) == inputs
-    assert all(value.shape == (SAMPLES, LENGTH) for value in batch.inputs.values())
+    assert all((value.shape[0], value.shape[-1]) == (SAMPLES, LENGTH) for value in batch.inputs.values())
     assert (tuple(batch.targets.shape), batch.targets.dtype) == (shape, dtype)
 
 
@@ -99,10 +109,10 @@ def test_an_estimate_needs_no_data(name: str) -> None:
 
 
 def test_a_task_without_batches_is_refused_as_its_run_is() -> None:
-    config = Config.model_validate(run_of(hf("token-classification", classes=3), label="tags"))
+    config = Config.model_validate(run_of(hf("audio-classification", classes=3), label="tags"))
     facts = sizes_of_config(config)
     assert facts is not None
-    with pytest.raises(ConfigError, match=r"has batches for causal-lm, .*, but this model is made for token-class"):
+    with pytest.raises(ConfigError, match=r"has batches for causal-lm, .*, but this model is made for audio-class"):
         readable(config, facts)
 
 

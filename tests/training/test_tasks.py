@@ -38,7 +38,7 @@ TASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "masked": ("masked-lm", TEXTS),
     "images": ("image-classification", {"name": "images", "image": "image", "label": "digit", "tokenizer": "vit"}),
 }
-SHIFTS = ("qa_outputs.bias", "classifier.bias", "key.bias")
+SHIFTS = ("qa_outputs.bias", "classifier.bias", "key.bias", "layer.1.output.LayerNorm.bias")
 """What adds the same to all that a softmax compares: gradients are 0, up to rounding."""
 PIPELINED = [name for name in TASKS if name != "choices"]  # its sequences are not the samples
 
