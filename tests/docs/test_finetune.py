@@ -65,7 +65,12 @@ def test_the_config_of_the_page_is_one(tmp_path: Path) -> None:
         (tmp_path / "run.yaml").write_text(block)
         train = load([tmp_path / "run.yaml"], environ={}).config.data.train
         assert isinstance(train, HuggingFaceData)
-        assert (train.messages, train.rejected) in (("messages", None), ("chosen", "rejected"), ("prompt", None), (None, None))
+        assert (train.messages, train.rejected) in (
+            ("messages", None),
+            ("chosen", "rejected"),
+            ("prompt", None),
+            (None, None),
+        )
 
 
 def test_the_template_of_the_page_is_the_example_s() -> None:
