@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep import LoggedImage, LoggedTable
-from lockstep.extend import Bins, TrackedRun, Tracker
+from lockstep.extend import Bins, LoggedImage, LoggedTable, TrackedRun, Tracker
 
 _BINS = 64
 _MOST_ROWS = 100

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep import LoggedImage, LoggedTable
-from lockstep.extend import Bins, TrackedRun, Tracker
+from lockstep.extend import Bins, LoggedImage, LoggedTable, TrackedRun, Tracker
 
 _ALL_OFF = (
     "auto_metric_logging", "auto_output_logging", "auto_param_logging", "log_code", "log_env_details",

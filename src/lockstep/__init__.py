@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from lockstep.core.errors import RunFailed as RunFailed
     from lockstep.core.errors import VerificationError as VerificationError
     from lockstep.core.failure_kinds import FailureKind as FailureKind
-    from lockstep.core.media import LoggedImage as LoggedImage
-    from lockstep.core.media import LoggedTable as LoggedTable
     from lockstep.core.progress import step as step
     from lockstep.core.protocols import Objective as Objective
     from lockstep.core.protocols import Source as Source
@@ -57,7 +55,6 @@ _HOMES = {
         "lockstep.config.schema": "Config",
         "lockstep.core.errors": "CollectiveTimeout ConfigError Failure RunFailed VerificationError",
         "lockstep.core.failure_kinds": "FailureKind",
-        "lockstep.core.media": "LoggedImage LoggedTable",
         "lockstep.core.progress": "step",
         "lockstep.core.protocols": "Objective Source",
         "lockstep.core.records": "Batch",

@@ -6,6 +6,8 @@ from lockstep.core.jobs import JobCommand as JobCommand
 from lockstep.core.jobs import JobStatus as JobStatus
 from lockstep.core.jobs import LaunchedJob as LaunchedJob
 from lockstep.core.jobs import LaunchPlan as LaunchPlan
+from lockstep.core.media import LoggedImage as LoggedImage
+from lockstep.core.media import LoggedTable as LoggedTable
 from lockstep.core.protocols import Launcher as Launcher
 from lockstep.core.protocols import Monitor as Monitor
 from lockstep.core.protocols import ObjectStore as ObjectStore

@@ -88,7 +88,7 @@ def test_dir_lists_what_is_imported_when_it_is_used() -> None:
             "lockstep: 'digts' is neither a recipe nor a file nor a run's folder; did you mean digits?\n",
         ),
         (["train", "--rank", "2"], "lockstep: --rank: there is no such flag; did you mean --ranks?\n"),
-        (["train", "--lr", "2"], "lockstep: --lr: Lockstep's key is optim.lr: write `optim.lr: 2`\n"),
+        (["train", "--lr", "2"], "lockstep: --lr: Lockstep's key is optim.lr: write `--optim.lr 2`\n"),
         (["train", "--ranks", "0"], "lockstep: --ranks: '0' is not a whole number above 0, or auto\n"),
         (["generate", "x", "y", "--temperature", "-1"], "lockstep: --temperature: '-1' is not a number of 0 or more\n"),
     ],

@@ -39,35 +39,35 @@ MESSAGES: dict[str, tuple[str, str]] = {
     ),
     "a stage": (
         "train --zero 3",
-        "--zero: Lockstep's key is parallel.deepspeed.zero_stage: write `parallel.deepspeed.zero_stage: 3`",
+        "--zero: Lockstep's key is parallel.deepspeed.zero_stage: write `--parallel.deepspeed.zero_stage 3`",
     ),
-    "the CPU": ("train --use_cpu", "--use_cpu: Lockstep's key is launch.device: write `launch.device: cpu`"),
+    "the CPU": ("train --use_cpu", "--use_cpu: Lockstep's key is launch.device: write `--launch.device cpu`"),
     "all GPUs": (
         "train --multi_gpu",
         "--multi_gpu: write `--ranks auto`, one process a GPU; parallel.strategy is ddp, fsdp or deepspeed",
     ),
     "the last rate": (
         "train --optim.lr 1e-3 --min_lr 1e-4",
-        "--min_lr: Lockstep's key is schedule.final_ratio: write `schedule.final_ratio: 0.1`",
+        "--min_lr: Lockstep's key is schedule.final_ratio: write `--schedule.final_ratio 0.1`",
     ),
     "a warm-up": (
         "train --warmup 10",
-        "--warmup: Lockstep's key is schedule.warmup_steps: write `schedule.warmup_steps: 10`",
+        "--warmup: Lockstep's key is schedule.warmup_steps: write `--schedule.warmup_steps 10`",
     ),
     "a name, which is the folder's": (
         "train --run_name x", "--run_name: write run.folder: runs/x, since a run's name is its folder",
     ),
     "an interval of saves": (
         "train --checkpoint_every 5",
-        "--checkpoint_every: Lockstep's key is checkpoint.every: write `checkpoint.every: 5`",
+        "--checkpoint_every: Lockstep's key is checkpoint.every: write `--checkpoint.every 5`",
     ),
     "a data set": (
         "train --dataset wikitext",
-        "--dataset: Lockstep's key is data.train.name: write `data.train.name: wikitext`",
+        "--dataset: Lockstep's key is data.train.name: write `--data.train.name wikitext`",
     ),
     "a model by name": (
         "train --model gpt2",
-        "--model: Lockstep's key is model.kind: write `model.kind: huggingface` and `model.pretrained: gpt2`",
+        "--model: Lockstep's key is model.kind: write `--model.kind huggingface` and `--model.pretrained gpt2`",
     ),
     "patience": ("train --patience 3", "--patience: write monitor.early_stopping: {metric: SET.METRIC, patience: N}"),
     "TOML": (

@@ -175,7 +175,7 @@ def made(name: str) -> nn.Module:
     """The model as a user would make it: a function of no arguments, for `model.target`."""
     import transformers
 
-    from lockstep.models.huggingface import _AUTO_CLASSES
+    from lockstep.core.tasks import TASKS
 
     row = HEADS[name]
     kind, keys = row.architecture["model_type"], {**row.architecture}
@@ -184,5 +184,5 @@ def made(name: str) -> nn.Module:
     config = transformers.AutoConfig.for_model(kind, **keys, **labels)
     config.use_cache = False
     torch.manual_seed(3)
-    model: nn.Module = getattr(transformers, _AUTO_CLASSES[row.task]).from_config(config)
+    model: nn.Module = getattr(transformers, f"AutoModel{TASKS[row.task].head}").from_config(config)
     return model

@@ -27,6 +27,7 @@ from lockstep.config.writing import plain_yaml, to_plain
 from lockstep.core import files
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import replacing_file, replacing_folder
+from lockstep.data.hub import Processor
 from lockstep.interop.peers import import_weights
 from lockstep.models.model_tensors import model_tensors
 from lockstep.models.transformers_models import is_transformers_model
@@ -50,7 +51,7 @@ LINES = {"kind": "stdlib-text", "length": 16, "samples": 40}
 def _save(model: Any, folder: Path, tokenizer: str | None = None) -> None:
     if is_transformers_model(model):
         save_for_transformers(
-            model, model_tensors(model), tensors_of(model), folder / "model", tokenizer and (tokenizer, None)
+            model, model_tensors(model), tensors_of(model), folder / "model", tokenizer and Processor(tokenizer)
         )
     else:
         save_tensors(tensors_of(model), folder / "model" / "model.safetensors")

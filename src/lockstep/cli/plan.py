@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_run, approved_config, size
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.json_output import emit
-from lockstep.core.terminal import echo, muted_stderr
+from lockstep.core.terminal import command_line, echo, muted_stderr
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
@@ -76,7 +76,7 @@ def _calibrate(args: argparse.Namespace, loaded: LoadedConfig, _: str) -> int:
 
     file = Path(args.out or "calibrated.toml")
     file.write_text(calibrate(loaded.config.launch))
-    echo(f"{file} has this machine's speeds: lockstep plan RECIPE --gpus {file}:N")
+    echo(f"{file} has this machine's speeds: {command_line('lockstep', 'plan', 'RECIPE', '--gpus', f'{file}:N')}")
     return 0
 
 

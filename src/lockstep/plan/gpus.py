@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError
+from lockstep.core.terminal import command_line
 
 _REACHED = "reached"
 _RANKS = "ranks"
@@ -109,7 +110,8 @@ def _gpu(name: str, known: Mapping[str, Mapping[str, Any]], per_node: str) -> GP
         ranks = figures.get(_RANKS, {per_node: {}})
         if per_node not in ranks:
             few = f"--gpus: {key} was measured with {' and '.join(ranks)} ranks of a node, not {per_node}"
-            raise ConfigError(f"{few}; lockstep plan --calibrate --ranks {per_node} measures it")
+            measure = command_line("lockstep", "plan", "--calibrate", "--ranks", per_node)
+            raise ConfigError(f"{few}; {measure} measures it")
         return _made(key, {**figures, **ranks[per_node]})
     except KeyError as missing:
         raise ConfigError(f"--gpus: {key} has no {missing}; write it, or like: the name of a known GPU") from None
