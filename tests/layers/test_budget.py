@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 82_735
+MOST_LINES = 82_736
 MOST_FILES = 488
 MOST_CODE = 50_293
 """Lines without docstrings, comments, blank lines and imports."""
