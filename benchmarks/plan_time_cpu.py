@@ -174,11 +174,12 @@ def main() -> None:
             print(f"{name:<50} {row['measured']:>10.2f} {row['milliseconds']:>10.2f} {error:+.1%}", flush=True)
         arguments.results.write_text(json.dumps(record, indent=1) + "\n")
     if not arguments.measure:
-        print(table(rows))
+        print(table(record))
 
 
-def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+def table(results: Mapping[str, Any]) -> str:
     """Return the table of errors in Markdown, and the share of pairs in the right order."""
+    rows: dict[str, Any] = {name: row for name, row in results["rows"].items() if "milliseconds" in row}
     lines = []
     for layout in (*LAYOUTS, ""):
         errors = sorted(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.commands import run_lockstep
@@ -26,7 +27,7 @@ from lockstep.simulation.timing import (
     shape_efficiency,
     step_time,
 )
-from lockstep.simulation.trace import Operation, Order, Sent, StepTrace
+from lockstep.simulation.trace import Operation, Order, Sent, StepTrace, operation_of
 
 H100 = parse_cluster("H100:8").gpu
 WIDTH, LAYERS, LENGTH, VOCABULARY = 1024, 4, 512, 4096
@@ -85,6 +86,20 @@ def test_frozen_weights_have_no_gradients_to_compute() -> None:
     frozen = config.model_copy(update={"model": config.model.model_copy(update={"freeze": ("blocks.*",)})})
     part = time_of(frozen, cluster(per_node=1)).flops / time_of(config, cluster(per_node=1)).flops
     assert 0.6 < part < 0.8
+
+
+def test_images_need_no_gradient() -> None:
+    operation = torch.ops.aten.convolution_backward.default
+    images, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    out = torch.randn(2, 4, 8, 8)
+    options = ([4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+    def flops(wanted: list[bool]) -> int:
+        args = (out, images, weight, *options, wanted)
+        outputs = [each for each in operation(*args) if each is not None]
+        return operation_of(operation, args, {}, outputs).flops
+
+    assert flops([False, True, True]) == flops([True, False, True]) == flops([True, True, False]) / 2 > 0
 
 
 def test_micro_batches_that_are_not_simulated_take_as_long_as_those_that_are() -> None:

@@ -28,7 +28,8 @@ class GPU:
         flops: Dense, by the bytes of an element: 4 (TF32), 2 (bf16), 1 (fp8).
         link: Between the GPUs of a node, one way.
         network: To other nodes, one way, for each GPU.
-        reached: The fractions that kernels and collectives reach: `matmul`, `attention`, `memory`, `link`, `network`.
+        reached: The fractions that kernels and collectives reach: `matmul`, `attention`, `memory`, `link`, `network`;
+            and `measured`: of their measured speeds, in a step.
         device: `gpu`, or `cpu`, where each operation is done before Python continues.
         seconds: Of the host, where they were measured.
         measured: Operations and collectives by name: rows of sizes and, last, seconds.

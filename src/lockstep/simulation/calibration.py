@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,7 +48,8 @@ _ROUNDS, _MOST_CALLS, _ENOUGH_S = 2, 9, 4e-3
 _LEAST_SIZES = 3  # of an operation: with fewer, its times say nothing about others
 _SHARES = ("matmul", "attention", "memory", "link", "network")
 _MESSAGES = (2**8, 2**12, 2**16, 2**20, 2**23, 2**26)  # bytes
-_STEPS, _LAYERS = 60, (2, 8)
+_STEPS, _LAYERS = 30, (2, 8)
+_LARGE = (256, 128, 8)  # width, length and samples of a model with operations like others'
 _VIEW = 0.25  # of what the host takes for an operation with a kernel
 Points = dict[str, dict[tuple[int, ...], float]]
 
@@ -212,12 +212,14 @@ def calibrate(section: Launch) -> str:
         "bandwidth": max(size / seconds for size, seconds in first["measured"]["_foreach_copy_ 4"][-1:]) / 1e9,
         "multiprocessors": first["multiprocessors"], "link": link / 1e9, "network": link / 1e9, "watts": 0,
     }  # fmt: skip
-    tables = {"reached": dict.fromkeys(_SHARES, 1.0)}
+    tables: dict[str, dict[str, Any]] = {"reached": dict.fromkeys(_SHARES, 1.0)}
     for ranks, measurement in measurements.items():
         prefix = f"ranks.{ranks}."
         tables[f"ranks.{ranks}"] = {"memory": measurement["memory"] / 2**30}
         tables[f"{prefix}measured"] = measurement["measured"]
-        tables[f"{prefix}seconds"] = _host_seconds(section, ranks, measurement)
+        seconds, reached = _in_steps(section, ranks, measurement)
+        tables[f"{prefix}seconds"] = seconds
+        tables[f"{prefix}reached"] = {**dict.fromkeys(_SHARES, 1.0), "measured": reached}
     lines = [f"[{first['name']}]", *(f"{key} = {_written(value)}" for key, value in row.items())]
     for table, values in tables.items():
         lines += ["", f"[{first['name']}.{table}]", *(f'"{key}" = {_written(value)}' for key, value in values.items())]
@@ -241,14 +243,16 @@ def _written(value: object) -> str:
 
 def _launched(section: Launch, ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="lockstep-calibrate-") as folder:
-        result = launch(partial(_measure, section, Path(folder)), ranks, section, None, own_process=True)
+        result = launch(partial(_measure, section, ranks, Path(folder)), ranks, section, None, own_process=True)
         if code := result.show():
             raise RunFailed(f"this machine can't be measured: the ranks ended with exit code {code}")
         record: dict[str, Any] = json.loads(Path(folder, "0").read_text())
         return record
 
 
-def _measure(section: Launch, folder: Path) -> int:
+def _measure(section: Launch, ranks: int, folder: Path) -> int:
+    runs = _tiny(section, ranks)
+    before = {name: _step_seconds(config) for name, config in runs.items()}
     with joined(section, grouped=True) as world:
         points = timed_operations(world.device)
         measured = {
@@ -268,7 +272,7 @@ def _measure(section: Launch, folder: Path) -> int:
                 "name": properties.name.replace(" ", "-"),
                 "multiprocessors": properties.multi_processor_count,
             }
-    record["steps"] = {name: _step_seconds(config) for name, config in _tiny(section, world.size).items()}
+    record["steps"] = {name: min(before[name], _step_seconds(config)) for name, config in runs.items()}
     (folder / str(world.rank)).write_text(json.dumps(record))
     return 0
 
@@ -277,14 +281,14 @@ def _measure(section: Launch, folder: Path) -> int:
 
 
 def _tiny(section: Launch, ranks: int) -> dict[str, Config]:
-    """Return runs of models that are so small that a step is what Python takes: few layers, and many."""
+    """Return runs in which a step is what Python takes, of few layers and of many; and one of a larger model."""
 
-    def config(strategy: str, layers: int) -> Config:
+    def config(strategy: str, layers: int, width: int = 16, length: int = 16, samples: int = 1) -> Config:
         return Config.model_validate(
             {
-                "model": {"kind": "transformer", "vocabulary": 256, "layers": layers, "heads": 2, "width": 16},
-                "data": {"train": {"kind": "stdlib-text", "length": 16}},
-                "batch": {"global_size": ranks},
+                "model": {"kind": "transformer", "vocabulary": 256, "layers": layers, "heads": 2, "width": width},
+                "data": {"train": {"kind": "stdlib-text", "length": length}},
+                "batch": {"global_size": ranks * samples},
                 "optim": {"name": "adamw", "lr": 1e-3},
                 "parallel": {"strategy": strategy},
                 "precision": {"compute": "fp32"},
@@ -295,7 +299,8 @@ def _tiny(section: Launch, ranks: int) -> dict[str, Config]:
 
     plain = "single" if ranks == 1 else "ddp"
     more = {} if ranks == 1 else {"sharded": config("fsdp", _LAYERS[1])}
-    return {"few": config(plain, _LAYERS[0]), "many": config(plain, _LAYERS[1]), **more}
+    few, many = (config(plain, layers) for layers in _LAYERS)
+    return {"few": few, "many": many, "large": config(plain, _LAYERS[0], *_LARGE), **more}
 
 
 def _step_seconds(config: Config) -> float:
@@ -307,11 +312,14 @@ def _step_seconds(config: Config) -> float:
             session.commit().result()
             times.append(time.perf_counter() - began)
             began = time.perf_counter()
-    return statistics.median(sorted(times)[: len(times) // 5])
+    return min(times)
 
 
-def _host_seconds(section: Launch, ranks: int, measurement: dict[str, Any]) -> dict[str, float]:
-    """Return what the host takes for a step, an operation, a view, and a collective that it waits for."""
+def _in_steps(section: Launch, ranks: int, measurement: dict[str, Any]) -> tuple[dict[str, float], float]:
+    """Return what the host takes for a step, an operation, a view, and a collective that it waits for.
+
+    And the share of their speed that operations reach in a step, where others have had the caches.
+    """
     with muted_stderr():
         counts = {name: _counts(config, ranks, measurement) for name, config in _tiny(section, ranks).items()}
     left = {name: seconds - counts[name][2] for name, seconds in measurement["steps"].items()}
@@ -319,10 +327,11 @@ def _host_seconds(section: Launch, ranks: int, measurement: dict[str, Any]) -> d
     call = max(0.0, (left["many"] - left["few"]) / (many - few))
     step = max(0.0, left["few"] - call * few)
     seconds = {"step": step, "call": call, "issue": call * _VIEW}
+    reached = min(1.0, counts["large"][2] / max(measurement["steps"]["large"] - step - call * counts["large"][0], 1e-9))
     if "sharded" in left:
         calls, collectives, _ = counts["sharded"]
         seconds["collective"] = max(0.0, (left["sharded"] - step - call * calls) / collectives)
-    return seconds
+    return seconds, reached
 
 
 def _counts(config: Config, ranks: int, measurement: dict[str, Any]) -> tuple[float, int, float]:

@@ -159,7 +159,7 @@ def step_time(trace: StepTrace, cluster: GPUCluster, micro_batches: int, stages:
 def operation_seconds(operation: Operation, gpu: GPU) -> float:
     """Return the seconds of an operation on a GPU."""
     if rows := gpu.measured.get(operation.name) or (not operation.flops and gpu.measured.get(f"mul {operation.width}")):
-        return operation.times * measured_seconds(rows, operation.sizes)
+        return operation.times * measured_seconds(rows, operation.sizes) / gpu.reached.get("measured", 1.0)
     moved = operation.bytes / (gpu.bandwidth * gpu.reached["memory"])
     if not operation.flops:
         return moved + _LAUNCH

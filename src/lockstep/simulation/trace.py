@@ -208,7 +208,10 @@ def recorded(trace: StepTrace, execution: Any, model: nn.Module) -> Iterator[Cal
 def operation_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> Operation:
     """Return an operation with its floating-point operations, bytes, and sizes."""
     packet, moved = func._overloadpacket, _bytes(func, args, kwargs, outputs)
-    flops = flop_registry[packet](*args, **kwargs, out_val=_result(outputs)) if packet in flop_registry else 0
+    result = _result(outputs)
+    if packet is aten.convolution_backward:  # None for what needs no gradient
+        result = tuple(next(gradients) if wanted else None for gradients in [iter(outputs)] for wanted in args[-1])
+    flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
     width = min((tensor.element_size() for tensor in _tensors(args) if tensor.is_floating_point()), default=4)
     shape, name = _shape(packet, args), f"{packet._qualified_op_name.partition('::')[2]} {width}"
     part: Part = "matmul" if flops else "memory"
