@@ -283,7 +283,7 @@ def test_objects_of_azure_are_written_and_read(proxy: s3.Proxy, monkeypatch: pyt
     """A server of S3 takes Azure's requests for single objects."""
     monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", proxy.endpoint)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    monkeypatch.setenv("AZURE_STORAGE_TOKEN", "token")  # a key's signatures may look like a service to it
     store = open_store(f"az://{BUCKET}/objects")
     store.write("small", memoryview(b"12345"))
     into = bytearray(3)
