@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+import lockstep
 from kit.worlds import in_world
 from lockstep.training.session import components_of
 
@@ -161,3 +163,17 @@ def _difference(what: str, value: float, expected: float, tolerance: float) -> l
     if abs(value - expected) <= tolerance * abs(expected):
         return []
     return [f"{what} is {value!r}, not {expected!r}"]
+
+
+def state_after(config: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
+    """Train on one rank, from the newest checkpoint in a folder; save there, and return tensors and values."""
+    with lockstep.session(config) as session:
+        checkpoints = session.checkpoints(folder)
+        for batch in session.batches():
+            session.accumulate(batch)
+            if session.commit().result().step == steps:
+                break
+        checkpoints.save()
+        checkpoints.finish()
+        state = components_of(session).sharding.state.live_state()
+        return {key: tensor.clone() for key, tensor in state.tensors.items()} | {"values": dict(state.values)}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit.failures import fails
-from kit.runs import recorded
+from kit.runs import recorded, state_after
 from training.test_same_run import config
 
 import lockstep
@@ -17,7 +17,6 @@ from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import ParameterFacts
 from lockstep.plan.optimizers import OPTIMIZERS
-from lockstep.training.session import components_of
 
 NAMES = ("adamw-8bit", "schedule-free")
 
@@ -25,19 +24,6 @@ NAMES = ("adamw-8bit", "schedule-free")
 def settings(name: str, **sections: Any) -> dict[str, Any]:
     made = config(12, optim={"name": name, "lr": 3e-3}, **sections)
     return {**made, "model": {**made["model"], "vocabulary": 256}}  # an embedding of 8,192 elements
-
-
-def state_after(config: dict[str, Any], folder: Path, steps: int) -> dict[str, Any]:
-    with lockstep.session(config) as session:
-        checkpoints = session.checkpoints(folder)
-        for batch in session.batches():
-            session.accumulate(batch)
-            if session.commit().result().step == steps:
-                break
-        checkpoints.save()
-        checkpoints.finish()
-        state = components_of(session).sharding.state.live_state()
-        return {key: tensor.clone() for key, tensor in state.tensors.items()} | {"values": dict(state.values)}
 
 
 @pytest.mark.parametrize("name", NAMES)

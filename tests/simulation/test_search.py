@@ -130,9 +130,17 @@ def test_the_command_prints_an_overlay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "value"), [(("--search",), "H100:8"), (("--gpus", "H100:8", "--goal", "memory"), "--search")]
+    ("words", "value"),
+    [
+        (("--search",), "H100:8"),
+        (("--gpus", "H100:8", "--goal", "memory"), "--search"),
+        (("--gpus", "H100:8", "--search", "--price", "2USD"), "--price"),
+        (("--gpus", "H100:8", "--search", "--calibrate"), "--calibrate"),
+        (("--calibrate", "--json"), "--json"),
+        (("--calibrate", "--out", "absent/row.toml"), "absent/row.toml"),
+    ],
 )
-def test_a_search_needs_gpus(words: tuple[str, ...], value: str, tmp_path: Path) -> None:
+def test_flags_without_an_effect_are_refused(words: tuple[str, ...], value: str, tmp_path: Path) -> None:
     done = run_lockstep("plan", "digits", *words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert value in done.stderr

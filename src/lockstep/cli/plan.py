@@ -55,10 +55,15 @@ def prepare(arguments: Sequence[str]) -> Prepared:
         raise ConfigError("--modes is for --measure: --measure --modes all")
     if args.out and not args.calibrate:
         raise ConfigError("--out is for --calibrate")
+    if args.calibrate and (args.gpus or args.measure or args.json):
+        raise ConfigError("--calibrate measures this machine and writes a file; leave out --gpus, --measure and --json")
     if args.gpus is None and (args.nodes is not None or args.price is not None):
         raise ConfigError("--nodes and --price are for --gpus, such as --gpus H100:8")
-    if args.search and (args.gpus is None or args.measure):
-        raise ConfigError("--search needs the GPUs to search on, such as --gpus H100:8, and measures nothing here")
+    if args.search and (args.gpus is None or args.measure or args.price):
+        raise ConfigError(
+            "--search needs the GPUs to search on, such as --gpus H100:8, without --measure and --price: "
+            "on the same GPUs the fastest config is the cheapest"
+        )
     if args.compare and (args.gpus is None or args.search or args.measure):
         raise ConfigError(
             "--compare needs the GPUs to compare on, such as --gpus H100:8, without --search and --measure"
@@ -75,6 +80,8 @@ def _calibrate(args: argparse.Namespace, loaded: LoadedConfig, _: str) -> int:
     from lockstep.simulation.calibration import calibrate
 
     file = Path(args.out or "calibrated.toml")
+    if not file.parent.is_dir() or file.is_dir():
+        raise ConfigError(f"--out {file}: it has to be a file, in a folder that exists")
     file.write_text(calibrate(loaded.config.launch))
     echo(f"{file} has this machine's speeds: {command_line('lockstep', 'plan', 'RECIPE', '--gpus', f'{file}:N')}")
     return 0

@@ -204,8 +204,8 @@ class _Loop:
         self.session.request(own)
         if ended := checkpoints.outcomes():
             self.report_saves(ended)
-        each_vote = Request.NO_SNAPSHOT in own
-        self.poll_at = 0.0 if each_vote else time.monotonic() + _POLL_S
+        is_repeated = Request.NO_SNAPSHOT in own  # in each vote
+        self.poll_at = 0.0 if is_repeated else time.monotonic() + _POLL_S
 
     def _show(self, reports: Iterable[StepReport]) -> set[Request]:
         """Show what has arrived; return the requests of all ranks in it."""
