@@ -107,6 +107,14 @@ def test_a_step_on_a_cpu_is_made_of_the_operations_of_a_cpu(strategy: str, ranks
     assert (step.parts["communication"] > 1e-9) == (ranks > 1)
 
 
+def test_the_update_of_a_model_of_small_tensors_is_kept(file: Path) -> None:
+    """Small tensors have values, such as what lies in memory that nothing has written: NaN at times."""
+    for config in calibration._tiny(Launch(), 1).values():
+        traces: list[StepTrace] = []
+        estimator_of(config, 1, None, NOTHING, parse_cluster(f"{file}:1", 1)).peak(config, traces)
+        assert any("adamw" in entry.name for entry in traces[0].entries if isinstance(entry, Operation))
+
+
 def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, values in {
         "_SIDES": (16, 64),

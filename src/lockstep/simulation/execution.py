@@ -196,6 +196,8 @@ class Execution(TorchDispatchMode):
             return None
         value = self.value_of(source)
         with _disable_current_modes():
+            if self._place == "cpu" and not value.isfinite().all():  # of memory that nothing has written
+                value = torch.ones_like(value)
             return (func(value, **kwargs) if target is None else target.copy_(value),)
 
     def _without_data(self, leaf: Any) -> Any:
