@@ -141,7 +141,7 @@ def lockstep(folder: Path, steps: int, *, packed: bool, precision: str) -> dict[
 
 
 def _rate(logged: list[tuple[int, int, float]]) -> float:
-    """Return tokens per second after the warm-up, from what was logged: step, tokens and seconds so far."""
+    """Return tokens per second after the warmup, from what was logged: step, tokens and seconds so far."""
     (_, first, began), *_, (_, last, ended) = [line for line in logged if line[0] >= WARM_UP]
     return (last - first) / (ended - began)
 

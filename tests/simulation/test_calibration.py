@@ -108,7 +108,7 @@ def test_a_step_on_a_cpu_is_made_of_the_operations_of_a_cpu(strategy: str, ranks
 
 
 def test_the_update_of_a_model_of_small_tensors_is_kept(file: Path) -> None:
-    """Small tensors have values, such as what lies in memory that nothing has written: NaN at times."""
+    """Small tensors have values, such as the contents of memory that nothing has written: NaN at times."""
     for config in calibration._tiny(Launch(), 1).values():
         traces: list[StepTrace] = []
         estimator_of(config, 1, None, NOTHING, parse_cluster(f"{file}:1", 1)).peak(config, traces)

@@ -47,7 +47,7 @@ class Reserved:
         context: Of CUDA.
         nccl: The buffers of its communicators.
         fits: Whether the GPU has as much; None: unknown.
-        releases: How often the allocator has to give segments back to make room, for which the whole GPU waits.
+        releases: How often the allocator has to give segments back to free memory, for which the whole GPU waits.
     """
 
     allocator: int
