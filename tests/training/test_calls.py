@@ -12,12 +12,12 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 
-MOST_FROM_TENSORS = 121
-MOST_FROM_ITEMS = 169
-MOST_UNDER_DDP = 173
-MOST_IN_A_RUN = 124  # a user's monitor, which counts, has five of them
-MOST_IN_A_RUN_UNDER_DDP = 185
-MOST_WITH_ALL_GUARDS = 160  # and monitors
+MOST_FROM_TENSORS = 111
+MOST_FROM_ITEMS = 157
+MOST_UNDER_DDP = 164
+MOST_IN_A_RUN = 118  # a user's monitor, which counts, has five of them
+MOST_IN_A_RUN_UNDER_DDP = 180
+MOST_WITH_ALL_GUARDS = 153  # and monitors
 FIRST, STEPS = 35, 62  # updates before 33, and some powers of two, do more
 
 

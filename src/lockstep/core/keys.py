@@ -12,5 +12,7 @@ import hashlib
 
 def key(seed: int, *parts: int | str) -> int:
     """Return a 64-bit key, the same on every machine and Python: BLAKE2b of the seed and the parts with their types."""
-    text = "\x1f".join([f"i{seed}"] + [f"i{part}" if isinstance(part, int) else f"s{part}" for part in parts])
+    text = f"i{seed}"
+    for part in parts:
+        text += f"\x1fi{part}" if isinstance(part, int) else f"\x1fs{part}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

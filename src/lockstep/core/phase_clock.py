@@ -40,9 +40,10 @@ class Phase(IntEnum):
 UPDATE_PHASES = tuple(phase for phase in Phase if phase is not Phase.EVALUATION)
 Mark = tuple[float, Phase | None]
 """A time of the host's clock, and the phase that begins; None: an update has ended."""
-_COMMUNICATION, _EVALUATION = Phase.COMMUNICATION, Phase.EVALUATION
+_HOST, _COMMUNICATION, _SAVE, _EVALUATION = Phase.HOST, Phase.COMMUNICATION, Phase.SAVE, Phase.EVALUATION
 _WHOLE = (Phase.SAVE, Phase.EVALUATION)  # collectives in them belong to them
 _TIME, _PHASE, _IN_WHOLE = heartbeat.TIME, heartbeat.PHASE, heartbeat.IN_WHOLE
+_SECONDS, _UPDATES = heartbeat.SECONDS, heartbeat.UPDATES
 _NO_TIMES = (0.0,) * len(Phase)
 _RATIO = math.log(1.02)  # between the bins of durations: percentiles are exact to 1 %
 _SHORTEST = 1e-7  # seconds
@@ -199,20 +200,21 @@ class PhaseClock:
 
     def updated(self) -> None:
         """End a step."""
-        self.enter(Phase.HOST)
+        self.enter(_HOST)
         self._ended = self._since
         if self._marks is not None:
-            self._marks[-1:] = [(self._ended, None), (self._ended, Phase.HOST)]
-        seconds, self._seconds = self._seconds, list(_NO_TIMES)
+            self._marks[-1:] = [(self._ended, None), (self._ended, _HOST)]
+        seconds, self._seconds = self._seconds, [*_NO_TIMES]
         self._updates += 1
-        self._beat[heartbeat.SECONDS] = sum(seconds) - seconds[_EVALUATION] - seconds[Phase.SAVE]
-        self._beat[heartbeat.UPDATES] = self._updates
+        without_evaluation = sum(seconds) - seconds[_EVALUATION]
+        beat = self._beat
+        beat[_SECONDS], beat[_UPDATES] = without_evaluation - seconds[_SAVE], self._updates
         with self._lock:
             times = self._times
             if self._updates > 1:  # the first one includes what torch does once
-                times.durations.add(sum(seconds) - seconds[_EVALUATION])
+                times.durations.add(without_evaluation)
             else:
-                self._beat[heartbeat.FIRST] = self._beat[heartbeat.SECONDS]
+                beat[heartbeat.FIRST] = beat[_SECONDS]
             times.evaluation += seconds[_EVALUATION]
             if self._mark is not None:
                 self._measure_on_device(times, self._mark)

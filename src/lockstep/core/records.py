@@ -185,9 +185,9 @@ class Verdict(Enum):
     SPIKE = 3  # a loss or a gradient norm far above those before (`recovery.bad_numbers`)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepReport:
-    """The result of one step, identical on every rank.
+    """The result of one step, identical on every rank. Don't change it: every monitor gets the same one.
 
     Attributes:
         step: From 1.

@@ -148,7 +148,8 @@ class TensorSource:
 
     def fetch(self, indices: Indices) -> Batch:
         samples = len(indices)
-        rows = [tensor.index_select(0, torch.from_numpy(indices)) for tensor in self._tensors]
+        places = torch.from_numpy(indices)
+        rows = [tensor.index_select(0, places) for tensor in self._tensors]
         *inputs, targets = rows if len(rows) > 1 else (*rows, None)
         return Batch(tuple(inputs), targets, samples, samples)
 

@@ -28,8 +28,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -54,8 +53,7 @@ _NO_REQUESTS = (0.0,) * len(Request)
 _NO_NORM = (0.0,) * SLOTS
 
 
-@dataclass(frozen=True, slots=True)
-class VoteResult:
+class VoteResult(NamedTuple):
     """The result of a vote, the same on all ranks. Floats on the CPU, 0-dim float64 tensors on a GPU.
 
     Attributes:

@@ -231,8 +231,8 @@ def count_targets(targets: Tensor | None) -> int:
         raise no_targets()
     if targets.is_floating_point():
         raise RunFailed(f"targets are {targets.dtype}; convert them to class or token numbers (int64)")
-    if targets.dim() == 1 and targets.is_cpu and len(targets) <= _FEW:
-        return len(targets) - targets.tolist().count(IGNORED)
+    if targets.dim() == 1 and targets.is_cpu and targets.numel() <= _FEW:
+        return targets.numel() - targets.tolist().count(IGNORED)
     return int((targets != IGNORED).sum())
 
 
@@ -245,7 +245,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, label_smoothing: float = 
     if logits.shape[:-1] != targets.shape:
         shapes = f"outputs are {list(logits.shape)} and targets {list(targets.shape)}"
         raise RunFailed(f"{shapes}; give one target for each output")
-    if is_sharded(logits):
+    if type(logits) is not Tensor and is_sharded(logits):
         return vocab_parallel_cross_entropy_sum(logits, targets, label_smoothing, IGNORED)
     if logits.dim() > 2:
         logits, targets = logits.flatten(0, -2), targets.flatten()

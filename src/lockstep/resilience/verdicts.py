@@ -14,7 +14,6 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.core.errors import ConfigError, Problem, RunFailed
@@ -161,8 +160,7 @@ class _Recent:
         return min(reach(low), reach(max(0, low - 1)))
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateDecision:
+class UpdateDecision(NamedTuple):
     """The decision about an update, on the device of its numbers; the same on all ranks.
 
     Attributes:
