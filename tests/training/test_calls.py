@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 import lockstep
 
 MOST_FROM_TENSORS = 111
-MOST_FROM_ITEMS = 157
+MOST_FROM_ITEMS = 158
 MOST_UNDER_DDP = 164
 MOST_IN_A_RUN = 118  # a user's monitor, which counts, has five of them
 MOST_IN_A_RUN_UNDER_DDP = 180
