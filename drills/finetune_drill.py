@@ -116,7 +116,7 @@ def verified(place: Path, words: Sequence[str]) -> Result:
 
 
 def resumed(place: Path, words: Sequence[str], name: str) -> Result:
-    """Train under fsdp on 2 ranks, resume from its middle in one process, and compare the last loss with one process."""
+    """Train under fsdp on 2 ranks, resume from its middle in one process; compare the last loss with one process."""
     stem = re.sub(r"\W", "-", name)
     common = (*_train(*words), "--checkpoint.every=2 steps", "--checkpoint.keep_last=9", "--precision.compute=fp32")
     alone = _summary(place, *common, f"--run.folder={stem}-alone", "--ranks=1")
