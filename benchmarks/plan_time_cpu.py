@@ -3,6 +3,7 @@
 python benchmarks/plan_time_cpu.py --measure             a round: real runs of all rows, 10 minutes
 python benchmarks/plan_time_cpu.py                       predict them, and show the errors
 python benchmarks/plan_time_cpu.py --only "llama fsdp"   rows whose name contains each word
+python benchmarks/plan_time_cpu.py --search              measure what `plan --search` finds, and the next best
 
 Measured: the fastest fifth of the steps of a real run of some seconds, in the fastest of the rounds, because other
 programs run on this machine, too. Predicted: with the file of `lockstep plan --calibrate --out calibrated.toml`, which
@@ -27,18 +28,20 @@ from typing import Any
 from plan_memory import CLASSES, MODELS, OTHERS, _custom
 from rounds import about_here, markdown
 
-from lockstep.config.loading import validate
+from lockstep.config.loading import load, validate
 from lockstep.config.schema import Config
 from lockstep.core.processes import in_fork
 from lockstep.launch.local import launch
 from lockstep.plan.gpus import parse_cluster
 from lockstep.simulation.planning import estimator_of
+from lockstep.simulation.search import search, title
 from lockstep.training.job import opened
 from lockstep.training.user_objects import UserObjects
 
 RESULTS = Path(__file__).parent / "results" / "plan_time_cpu.json"
 FASTEST = 0.2  # of the steps
 WARM_STEPS, SECONDS, LEAST_STEPS = 3, 2.0, 4
+SEARCHED, NEXT_BEST = ("decoder", "wide decoder", "gpt2"), 5
 
 
 def _decoder(layers: int, width: int, vocabulary: int = 256, length: int = 128) -> dict[str, Any]:
@@ -152,6 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="")
     parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--search", action="store_true")
     parser.add_argument("--seconds", type=float, default=440, help="with --measure: begin no row later")
     parser.add_argument("--file", type=Path, default=Path("calibrated.toml"))
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -160,6 +164,11 @@ def main() -> None:
         importlib.import_module(module)  # once; each row's processes are forks of this one
     record = json.loads(arguments.results.read_text()) if arguments.results.exists() else {"rows": {}}
     record |= {"command": "python benchmarks/plan_time_cpu.py", "machine": about_here(["torch"])}
+    if arguments.search:
+        record["search"] = [row for name in SEARCHED for row in searched(name, arguments.file.resolve())]
+        arguments.results.write_text(json.dumps(record, indent=1) + "\n")
+        print(table(record))
+        return
     rows, until = record["rows"], time.monotonic() + arguments.seconds
     chosen = [each for each in configs() if all(word in each[0] for word in arguments.only.split())]
     for name, ranks, values in sorted(chosen, key=lambda each: len(rows.get(each[0], {}).get("rounds", ()))):
@@ -177,8 +186,33 @@ def main() -> None:
         print(table(record))
 
 
+def searched(name: str, file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the config that the search finds for a model, and the next best ones, predicted and measured."""
+    sizes = {"batch": {"global_size": 64}, "optim": {"name": "adamw", "lr": 1e-3}, "run": {"steps": 100_000}}
+    values = {**KINDS[name], **sizes, "precision": {"compute": "fp32"}, "launch": {"ranks": 2, "device": "cpu"}}
+    cluster = parse_cluster(f"{file}:2")
+    found = search(estimator_of(validate(values).config, 2, 1 << 33, UserObjects(), cluster))
+    assert found.best is not None
+    for each in [found.best, *(other for other in found.candidates if other.fits and other.seconds)][: NEXT_BEST + 1]:
+        with tempfile.TemporaryDirectory() as folder:
+            files = [Path(folder, "run.json"), Path(folder, "found.json")]
+            for path, content in zip(files, (values, each.overlay), strict=True):
+                path.write_text(json.dumps(content))
+            config = load(files).config
+        milliseconds = min(in_fork(partial(measured, config, 2)) for _ in range(3))
+        times = {"milliseconds": 1000 * (each.seconds or 0), "measured": milliseconds}
+        row = {"model": name, "config": title(each), **times}
+        print(row, flush=True)
+        yield row
+
+
+def _found(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = [[row["model"], row["config"], f"{row['milliseconds']:.1f}", f"{row['measured']:.1f}"] for row in rows]
+    return markdown(["model", "config, the found one first", "predicted ms", "measured ms"], lines)
+
+
 def table(results: Mapping[str, Any]) -> str:
-    """Return the table of errors in Markdown, and the share of pairs in the right order."""
+    """Return the table of errors in Markdown, the share of pairs in the right order, and the found configs."""
     rows: dict[str, Any] = {name: row for name, row in results["rows"].items() if "milliseconds" in row}
     lines = []
     for layout in (*LAYOUTS, ""):
@@ -192,7 +226,8 @@ def table(results: Mapping[str, Any]) -> str:
             worst, name = errors[-1]
             median = statistics.median(error for error, _ in errors)
             lines.append([layout or "all", str(len(errors)), f"{median:.1%}", f"{p90:.1%}", f"{worst:.1%} ({name})"])
-    return f"{markdown(['strategy', 'rows', 'median error', 'p90', 'largest'], lines)}\n\n{_order(list(rows.values()))}"
+    parts = [markdown(["strategy", "rows", "median error", "p90", "largest"], lines), _order(list(rows.values()))]
+    return "\n\n".join([*parts, *([_found(results["search"])] if "search" in results else [])])
 
 
 def _order(rows: Sequence[Mapping[str, Any]]) -> str:

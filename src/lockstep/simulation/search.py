@@ -415,7 +415,7 @@ def describe(result: Found, goal: Goal) -> str:
         head = "no config fits"
     else:
         least = "takes the least memory" if goal == "memory" else "is the fastest that fits"
-        head = f"{_title(result.best)} {least}. Write this to a file, and name it after the recipe:\n\n"
+        head = f"{title(result.best)} {least}. Write this to a file, and name it after the recipe:\n\n"
         head += yaml.safe_dump(result.best.overlay, sort_keys=False).rstrip()
     rows: list[tuple[str, ...]] = [("config", "ms", "reserved", "")]
     best_of: dict[str, Candidate] = {}
@@ -424,12 +424,12 @@ def describe(result: Found, goal: Goal) -> str:
     shown = [*([result.best] if result.best else []), *best_of.values()]
     for each in shown[: _SHOWN + 1] if result.best else shown:
         seconds = "" if each.seconds is None else f"{1000 * each.seconds:,.1f}"
-        rows.append((_title(each), seconds, "" if each.reserved is None else size(each.reserved), each.why or "<-"))
+        rows.append((title(each), seconds, "" if each.reserved is None else size(each.reserved), each.why or "<-"))
     hidden = len(result.candidates) + bool(result.best) - len(rows) + 1
     lines = aligned(rows, left={0, 3})
     return "\n".join([head, "", *lines, f"{hidden} others; {result.simulations} simulations"])
 
 
-def _title(candidate: Candidate) -> str:
+def title(candidate: Candidate) -> str:
     mode = f", checkpointing {candidate.checkpointing}" if candidate.checkpointing != "none" else ""
     return f"{candidate.layout}, micro-batch {candidate.micro_size}{mode}"

@@ -227,6 +227,11 @@ def operation_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ou
         left, right = (args[1:] if packet in _ADDED else args)[:2]
         layout = "".join("nt"[matrix.stride(-1) > matrix.stride(-2)] for matrix in (left, right))
         name, sizes, times = f"{'bmm' if left.dim() > 2 else 'mm'} {layout} {width}", shape[1:], shape[0]
+    elif packet in (aten.convolution, aten.convolution_backward):  # as a product: positions, inputs of each, channels
+        output, weight = (args[0], args[2]) if packet is aten.convolution_backward else (outputs[0], args[1])
+        channels = output.shape[1]
+        sizes = (output.numel() // channels, weight.numel() // channels, channels)
+        name += "" if packet is aten.convolution or args[-1][0] else " first"
     elif flops:
         sizes = (flops,)
     return Operation(0, part, flops, moved, shape, width, 0.0, name, sizes, times)
