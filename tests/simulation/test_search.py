@@ -134,7 +134,12 @@ def test_the_command_prints_an_overlay(tmp_path: Path) -> None:
     [
         (("--search",), "H100:8"),
         (("--gpus", "H100:8", "--goal", "memory"), "--search"),
-        (("--gpus", "H100:8", "--search", "--price", "2USD"), "--price"),
+        (("--gpus", "H100:8", "--search", "--goal", "cost"), "--price"),
+        (("--gpus", "H100:8", "--nodes", "1,2", "--compare", "digits"), "--compare"),
+        (("--gpus", "H100:8", "--nodes", "1,2", "--peak", "none"), "--peak none"),
+        (("--gpus", "H100:8", "--nodes", "1-2"), "1,2,4"),
+        (("--gpus", "H100:8,L4:8,L4:4", "--price", "2USD,1USD"), "3 GPUs"),
+        (("--gpus", "H100:8,L4:8", "--price", "2USD,1EUR"), "one currency"),
         (("--gpus", "H100:8", "--search", "--calibrate"), "--calibrate"),
         (("--calibrate", "--json"), "--json"),
         (("--calibrate", "--out", "absent/row.toml"), "absent/row.toml"),
@@ -169,3 +174,41 @@ def test_a_search_on_the_cpu_counts_tensors() -> None:
     found = search(estimator(large(1, "auto", model=sized(2)), cluster(per_node=1, device="cpu")))
     assert found.best is not None
     assert (found.best.layout, found.best.checkpointing) == ("single", "none")
+
+
+def test_several_clusters_have_a_row_each(tmp_path: Path) -> None:
+    values = large(1, "auto", model=sized(2)).model_dump(mode="json", exclude_unset=True)
+    (tmp_path / "run.json").write_text(json.dumps(values))
+    words = ("plan", "run.json", "--gpus", "H100:1,L4:2", "--nodes", "1,2", "--price", "10USD,0.5USD", "--search")
+    rows = {}
+    for goal in ("time", "cost"):
+        shown = run_lockstep(*words, "--goal", goal, "--json", cwd=tmp_path)
+        assert shown.returncode == 0, shown.stderr
+        rows[goal] = json.loads(shown.stdout)["clusters"]
+    of = [(row["gpu"], row["per_node"], row["nodes"]) for row in rows["time"]]
+    assert of == [("H100", 1, 1), ("H100", 1, 2), ("L4", 2, 1), ("L4", 2, 2)]
+    for goal, key in (("time", "step_seconds"), ("cost", "cost")):
+        [best] = [row for row in rows[goal] if row["best"]]
+        assert best[key] == min(row[key] for row in rows[goal])
+    own, cheapest = rows["time"][0], next(row for row in rows["cost"] if row["best"])
+    assert own["cost"] == pytest.approx(10 * own["hours"])
+    assert cheapest["gpu"] == "L4", "twenty times cheaper, and not twenty times slower"
+    (tmp_path / "found.yaml").write_text(yaml.safe_dump(own["found"]))
+    alone = run_lockstep("plan", "run.json", "found.yaml", "--gpus", "H100:1", "--peak", "planned", "--json", cwd=tmp_path)
+    assert json.loads(alone.stdout)["strategies"][0]["step_seconds"] == pytest.approx(own["step_seconds"])
+    text = run_lockstep(*words, cwd=tmp_path).stdout
+    assert [line.endswith("<-") for line in text.splitlines()[2:6]].count(True) == 1
+
+
+def test_a_cluster_that_cannot_train_the_run_says_why(tmp_path: Path) -> None:
+    values = large(2, "ddp", model=sized(2)).model_dump(mode="json", exclude_unset=True)
+    (tmp_path / "run.json").write_text(json.dumps(values))
+    words = ("plan", "run.json", "--gpus", "H100:2", "--nodes", "1,1000", "--json")
+    shown = run_lockstep(*words, cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    first, second = json.loads(shown.stdout)["clusters"]
+    assert (first["fits"], first["best"]) == (True, True)
+    assert (second["fits"], second["best"]) == (False, False)
+    assert "global_size" in second["note"]
+    nowhere = run_lockstep(*words[:2], "--gpus", "H100:2000", "--nodes", "1,2", cwd=tmp_path)
+    assert nowhere.returncode == 2, "the one reason is the error"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from lockstep.core.terminal import command_line, echo, muted_stderr
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
-    from lockstep.plan.gpus import GPUCluster
+    from lockstep.plan.gpus import GPUCluster, Price
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -31,15 +31,16 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     add_run(parser, "as if started on N ranks; with --measure, processes on this machine")
     text = "memory of each rank, such as 80GiB; by default this machine's, if it has devices or cores for all"
     parser.add_argument("--memory", type=size, metavar="SIZE", help=text)
-    text = "GPUs of a node, such as H100:8 (or FILE.toml:NAME:8): show a step's time on them, from any machine"
+    text = "GPUs of a node, such as H100:8 (or FILE.toml:NAME:8): show a step's time on them; several: H100:8,L4:8"
     parser.add_argument("--gpus", metavar="NAME:N", help=text)
-    parser.add_argument("--nodes", type=int, metavar="N", help="with --gpus: nodes; default 1")
-    parser.add_argument("--price", metavar="PRICE", help="with --gpus: of a GPU for an hour, such as 2.5USD")
+    parser.add_argument("--nodes", metavar="N", help="with --gpus: nodes, or several numbers: 1,2,4; default 1")
+    text = "with --gpus: of a GPU for an hour, such as 2.5USD; or a list, one for each of --gpus"
+    parser.add_argument("--price", metavar="PRICE", help=text)
     text = "with --gpus: find the best strategy, micro-batch and activation checkpointing that fit, as an overlay"
     parser.add_argument("--search", action="store_true", help=text)
     text = "with --gpus: another recipe or files; show both runs, a column each"
     parser.add_argument("--compare", nargs="+", metavar="FILE", help=text)
-    text = "with --search: what is best; cost is time x GPUs, so on given ones the fastest is the cheapest"
+    text = "with --search, or several --gpus or --nodes: what is best"
     parser.add_argument("--goal", choices=["time", "cost", "memory"], default="time", help=text)
     text = "strategies to simulate for their peak memory; default %(default)s"
     parser.add_argument("--peak", choices=["all", "planned", "none"], default="all", help=text)
@@ -59,20 +60,24 @@ def prepare(arguments: Sequence[str]) -> Prepared:
         raise ConfigError("--calibrate measures this machine and writes a file; leave out --gpus, --measure and --json")
     if args.gpus is None and (args.nodes is not None or args.price is not None):
         raise ConfigError("--nodes and --price are for --gpus, such as --gpus H100:8")
-    if args.search and (args.gpus is None or args.measure or args.price):
-        raise ConfigError(
-            "--search needs the GPUs to search on, such as --gpus H100:8, without --measure and --price: "
-            "on the same GPUs the fastest config is the cheapest"
-        )
+    if args.search and (args.gpus is None or args.measure):
+        raise ConfigError("--search needs the GPUs to search on, such as --gpus H100:8, without --measure")
+    clusters = [] if args.gpus is None else _clusters(args)
+    if args.goal == "cost" and args.price is None:
+        raise ConfigError("--goal cost needs the price of a GPU for an hour, such as --price 2.5USD")
+    if len(clusters) > 1 and (args.compare or args.measure or args.peak == "none"):
+        flag = "--compare" if args.compare else "--measure" if args.measure else "--peak none"
+        raise ConfigError(f"{flag} is for one cluster; leave the others out of --gpus and --nodes")
     if args.compare and (args.gpus is None or args.search or args.measure):
         raise ConfigError(
             "--compare needs the GPUs to compare on, such as --gpus H100:8, without --search and --measure"
         )
-    if args.goal != "time" and not args.search:
-        raise ConfigError("--goal is for --search: --search --goal memory")
+    if args.goal != "time" and not args.search and len(clusters) < 2:
+        raise ConfigError("--goal is for --search, or several --gpus or --nodes: --search --goal memory")
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
     verbs = {"modes": _measure_modes, "search": _search, "compare": _compare, "calibrate": _calibrate}
     execute = next((run for flag, run in verbs.items() if getattr(args, flag)), _plan)
+    execute = _on_each if len(clusters) > 1 else execute
     return Prepared(partial(execute, args, loaded, name), loaded.config, f"plan-{name}")
 
 
@@ -100,13 +105,42 @@ def _measure_modes(args: argparse.Namespace, loaded: LoadedConfig, _: str) -> in
     return 0
 
 
-def _on_cluster(args: argparse.Namespace, loaded: LoadedConfig) -> tuple[LoadedConfig, GPUCluster | None]:
-    from lockstep.plan.gpus import parse_cluster
+def _clusters(args: argparse.Namespace) -> list[tuple[GPUCluster, Price | None]]:
+    from lockstep.plan.gpus import parse_clusters
 
-    if args.gpus is None:
-        return loaded, None
-    cluster = parse_cluster(args.gpus, 1 if args.nodes is None else args.nodes)
-    return replace(loaded, config=loaded.config.with_values(launch={"ranks": cluster.ranks})), cluster
+    return parse_clusters(args.gpus, args.nodes or "1", args.price)
+
+
+def _with_ranks(loaded: LoadedConfig, cluster: GPUCluster) -> LoadedConfig:
+    return replace(loaded, config=loaded.config.with_values(launch={"ranks": cluster.ranks}))
+
+
+def _on_each(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
+    """Print a row for each cluster: the config's own strategy there, or with `--search` the best that fits."""
+    from lockstep.simulation.planning import ClusterRow, best_of, describe_clusters, estimator_for, row_on
+    from lockstep.simulation.search import as_yaml, searched_on
+    from lockstep.training.user_objects import refuse_given
+
+    refuse_given(loaded)
+    rows, of = [], partial(searched_on, goal=args.goal) if args.search else row_on
+    for cluster, price in _clusters(args):
+        run, trust = _with_ranks(loaded, cluster), args.trust_remote_code
+        try:
+            with muted_stderr():  # of torch's remarks on a device that it doesn't know
+                rows.append(of(estimator_for(run, args.memory, cluster, trust_remote_code=trust), price))
+        except ConfigError as refusal:
+            rows.append(ClusterRow(cluster, price, why=str(refusal).splitlines()[0]))
+    if all(row.run is None and row.why == rows[0].why for row in rows) and rows[0].why:
+        raise ConfigError(rows[0].why)
+    best = best_of(rows, args.goal)
+    if not args.json:
+        echo(f"{name}\n{describe_clusters(rows, best)}")
+        if best is not None and best.overlay:
+            echo(f"\nOn {best.cluster}: write this to a file, and name it after the recipe:\n\n{as_yaml(best.overlay)}")
+    emit({"clusters": [{**row.as_json(), "best": row is best} for row in rows]})
+    if best is None:
+        raise RunFailed("it fits on none of them; name more or larger GPUs")
+    return 0
 
 
 def _search(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
@@ -115,29 +149,31 @@ def _search(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     from lockstep.training.user_objects import refuse_given
 
     refuse_given(loaded)
-    loaded, cluster = _on_cluster(args, loaded)
-    estimator = estimator_for(loaded, args.memory, cluster, trust_remote_code=args.trust_remote_code)
+    [(cluster, price)] = _clusters(args)
+    run, trust = _with_ranks(loaded, cluster), args.trust_remote_code
     with muted_stderr():  # of torch's remarks on a device that it doesn't know
-        result = search(estimator, args.goal)
+        result = search(estimator_for(run, args.memory, cluster, trust_remote_code=trust), args.goal, price)
+    costs: Mapping[str, float] = {} if result.run is None else result.run.costs
     if not args.json:
         echo(f"{name} on {cluster}\n{describe(result, args.goal)}", flush=True)
-    emit({"found": None if result.best is None else result.best.overlay, **result.as_json()})
+        if price is not None and "cost" in costs:
+            echo(f"\n{costs['hours']:,.1f} hours, {price.text(costs['cost'])}")
+    emit({"found": None if result.best is None else result.best.overlay, **costs, **result.as_json()})
     if result.best is None:
         raise RunFailed("no config fits; name more or larger GPUs")
     return 0
 
 
 def _compare(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
-    from lockstep.plan.gpus import parse_price
     from lockstep.simulation.planning import describe_compared, estimated, estimator_for
     from lockstep.training.user_objects import refuse_given
 
-    price = None if args.price is None else parse_price(args.price)
+    [(cluster, price)] = _clusters(args)
     other, other_name = approved_config(args.compare, (), trusted=args.trust_run)
     columns = {}
     for label, run in ((name, loaded), (other_name if other_name != name else "other", other)):
         refuse_given(run)
-        run, cluster = _on_cluster(args, run)
+        run = _with_ranks(run, cluster)
         estimator = estimator_for(run, args.memory, cluster, trust_remote_code=args.trust_remote_code)
         columns[label] = estimated(estimator, price)
     if not args.json:
@@ -147,14 +183,13 @@ def _compare(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
 
 
 def _plan(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
-    from lockstep.plan.gpus import parse_price
     from lockstep.plan.plan import as_json, describe
     from lockstep.training.planning import plan_run
     from lockstep.training.user_objects import refuse_given
 
     trust = args.trust_remote_code
-    loaded, cluster = _on_cluster(args, loaded)
-    price = None if args.price is None else parse_price(args.price)
+    cluster, price = _clusters(args)[0] if args.gpus else (None, None)
+    loaded = loaded if cluster is None else _with_ranks(loaded, cluster)
     memory = args.memory if args.memory or cluster is None else cluster.gpu.memory
     decision: Any = (None, "")
     if args.peak != "none":

@@ -84,6 +84,24 @@ def parse_price(text: str) -> Price:
     return Price(float(match["amount"]), (match["name"] or _SIGNS[match["sign"]]).upper())
 
 
+def parse_clusters(gpus: str, nodes: str = "1", price: str | None = None) -> list[tuple[GPUCluster, Price | None]]:
+    """Return each GPU of a list on each number of nodes of another, with its price: one for all, or one for each GPU.
+
+    Raises:
+        ConfigError: `H100:8,L4:8`, `1,2,4` or `2.5USD,0.8USD` is written otherwise.
+    """
+    names, counts = gpus.split(","), nodes.split(",")
+    prices = [] if price is None else [parse_price(each) for each in price.split(",")]
+    if prices and len(prices) not in (1, len(names)):
+        raise ConfigError(f"--price {price}: write one price, or one for each of the {len(names)} GPUs of --gpus")
+    if len({each.currency for each in prices}) > 1:
+        raise ConfigError(f"--price {price}: write all prices in one currency")
+    if not all(each.isdecimal() for each in counts):
+        raise ConfigError(f"--nodes {nodes}: write a number, or several, such as 1,2,4")
+    by_gpu: Sequence[Price | None] = (prices if len(prices) > 1 else prices * len(names)) or [None] * len(names)
+    return [(parse_cluster(name, int(count)), own) for name, own in zip(names, by_gpu, strict=True) for count in counts]
+
+
 def parse_cluster(text: str, nodes: int = 1) -> GPUCluster:
     """Return the cluster of `NAME:PER_NODE`, or `FILE.toml:NAME:PER_NODE` for GPUs of your own. Raises ConfigError.
 

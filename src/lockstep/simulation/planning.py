@@ -7,6 +7,7 @@ measured      real updates on ranks of this machine, with tensors counted in the
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -34,7 +35,7 @@ from lockstep.models.build import parameter_facts, sketch_model
 from lockstep.plan.gpus import parse_cluster, parse_price
 from lockstep.plan.stated_facts import facts_of_config, sizes_of_config
 from lockstep.simulation import device
-from lockstep.simulation.estimate import Estimator, StrategyMemory, decide
+from lockstep.simulation.estimate import Estimator, StrategyMemory, decide, taken
 from lockstep.simulation.failing import Unpredictable
 from lockstep.simulation.made_up import made_up_texts
 from lockstep.simulation.memory import CATEGORIES, HEADS, MemoryLedger, Peak, Watched, resizes_seen
@@ -147,6 +148,82 @@ def estimated(estimator: Estimator, price: Price | None) -> RunEstimate:
     return RunEstimate(plan, row, {} if row.time is None else run_costs(row.time, plan, cluster, price))
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterRow:
+    """A run on one of several clusters.
+
+    Attributes:
+        config: In short.
+        run: None if the run can't be there; `why` says why.
+    """
+
+    cluster: GPUCluster
+    price: Price | None
+    config: str = ""
+    run: RunEstimate | None = None
+    why: str = ""
+    overlay: Mapping[str, Any] | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.run is not None and self.run.memory.time is not None and self.run.memory.fits is not False
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for programs: only plain values."""
+        gpus = {"gpu": self.cluster.gpu.name, "per_node": self.cluster.per_node, "nodes": self.cluster.nodes}
+        run = {"fits": False, "note": self.why} if self.run is None else self.run.as_json()
+        return {**gpus, **run, **({} if self.overlay is None else {"found": self.overlay})}
+
+
+def row_on(estimator: Estimator, price: Price | None) -> ClusterRow:
+    """Return a run under its own strategy on the estimator's cluster. May raise ConfigError."""
+    assert estimator.cluster is not None, "there are GPUs to time it on"
+    run = estimated(estimator, price)
+    return ClusterRow(estimator.cluster, price, f"{run.memory.name}, micro-batch {run.plan.batch.micro_size}", run)
+
+
+def best_of(rows: Sequence[ClusterRow], goal: str) -> ClusterRow | None:
+    """Return the row that is best for a goal of a search, out of those that fit."""
+
+    def rank(row: ClusterRow) -> float:
+        assert row.run is not None
+        assert row.run.memory.time is not None
+        assert row.run.memory.peak is not None
+        match goal:
+            case "cost":
+                return row.run.costs.get("cost", math.inf)
+            case "memory":
+                return taken(row.run.memory.peak)
+        return row.run.memory.time.seconds
+
+    return min((row for row in rows if row.fits), key=rank, default=None)
+
+
+def describe_clusters(rows: Sequence[ClusterRow], best: ClusterRow | None) -> str:
+    """Return the table for people: a row for each cluster."""
+    keys = ("tokens_per_second", "samples_per_second", "mfu", "hours", "kwh", "cost")
+    records = [row.as_json() for row in rows]
+    known = [key for key in keys if any(key in record for record in records)]
+    if known[:2] == [*keys[:2]]:
+        known.remove("samples_per_second")
+    heads = [key.replace("_per_second", "/s") for key in known]
+    lines: list[tuple[str, ...]] = [("", "config", "ms", "reserved", *heads, "")]
+    for row, record in zip(rows, records, strict=True):
+        seconds, reserved = record.get("step_seconds"), record.get("reserved_bytes") or record.get("peak_bytes")
+        note = row.why or ("" if row.fits else record["note"] if seconds is None else "doesn't fit")
+        lines.append(
+            (
+                str(row.cluster),
+                row.config,
+                "" if seconds is None else f"{1000 * seconds:,.1f}",
+                "" if reserved is None else size(reserved),
+                *(_shown_cost(row.price, key, record.get(key)) for key in known),
+                "<-" if row is best else note,
+            )
+        )
+    return "\n".join(aligned(lines, left={0, 1, len(lines[0]) - 1}))
+
+
 def describe_compared(columns: Mapping[str, RunEstimate]) -> str:
     """Return a table with a column for each config, and a row for each value that any of them has."""
     records = [each.as_json() for each in columns.values()]
@@ -157,6 +234,12 @@ def describe_compared(columns: Mapping[str, RunEstimate]) -> str:
         name = key.removesuffix("_bytes").replace("step_seconds", "step").replace("_seconds", "").replace("_", " ")
         lines.append((name, *(_shown_value(key, record.get(key)) for record in records)))
     return "\n".join(aligned(lines, left={0}))
+
+
+def _shown_cost(price: Price | None, key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    return price.text(value) if price is not None and key == "cost" else _shown_value(key, value)
 
 
 def _shown_value(key: str, value: Any) -> str:

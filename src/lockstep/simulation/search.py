@@ -19,14 +19,14 @@ from lockstep.config.schema import HuggingFaceModel, Parallel, TransformerModel
 from lockstep.core.errors import ConfigError
 from lockstep.core.formatting import aligned, differing, size
 from lockstep.plan.choosing import USABLE
-from lockstep.simulation.estimate import Estimator, even, taken, under
+from lockstep.simulation.estimate import Estimator, StrategyMemory, even, taken, under
 from lockstep.simulation.failing import Unpredictable
-from lockstep.simulation.planning import estimator_of
+from lockstep.simulation.planning import ClusterRow, RunEstimate, estimator_of, run_costs
 from lockstep.strategies.registry import find_strategy, strategies
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-    from lockstep.plan.gpus import GPUCluster
+    from lockstep.plan.gpus import GPUCluster, Price
     from lockstep.plan.plan import Plan
     from lockstep.simulation.memory import Peak
     from lockstep.simulation.timing import Share, StepTime
@@ -78,11 +78,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of a search: the best config, if any fits, and all others, best first."""
+    """The result of a search: the best config, if any fits, with its plan and memory; and all others, best first."""
 
     best: Candidate | None
     candidates: Sequence[Candidate]
     simulations: int
+    run: RunEstimate | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return it for programs, the best one first among the candidates."""
@@ -90,8 +91,17 @@ class Found:
         return {"candidates": [each.as_json() for each in all_of], "simulations": self.simulations}
 
 
-def search(estimator: Estimator, goal: Goal = "time") -> Found:
-    """Return the best config on the estimator's cluster. On one cluster, the cheapest is the fastest.
+def searched_on(estimator: Estimator, price: Price | None, goal: Goal) -> ClusterRow:
+    """Return the best config on the estimator's cluster. May raise ConfigError."""
+    assert estimator.cluster is not None, "there are GPUs to search on"
+    found = search(estimator, goal, price)
+    if found.best is None:
+        return ClusterRow(estimator.cluster, price, why="nothing fits")
+    return ClusterRow(estimator.cluster, price, title(found.best), found.run, overlay=found.best.overlay)
+
+
+def search(estimator: Estimator, goal: Goal = "time", price: Price | None = None) -> Found:
+    """Return the best config on the estimator's cluster, where the cheapest is the fastest.
 
     Raises:
         ConfigError: No layout can train the config.
@@ -99,7 +109,7 @@ def search(estimator: Estimator, goal: Goal = "time") -> Found:
     assert estimator.cluster is not None, "there are GPUs to search on"
     assert estimator.memory is not None, "a GPU's is known"
     usable = int(USABLE * estimator.memory) if estimator.cluster.gpu.device == "cpu" else estimator.memory
-    finder = _Search(estimator, estimator.cluster, usable, goal)
+    finder = _Search(estimator, estimator.cluster, usable, goal, price)
     for name, config in _layouts(estimator.config, estimator.cluster, estimator.facts.tokens_per_sample or 0):
         finder.look_at(name, config)
     if not finder.seen:
@@ -156,6 +166,7 @@ class _Search:
     cluster: GPUCluster
     memory: int
     goal: Goal
+    price: Price | None
     seen: list[tuple[Config, Candidate]] = field(default_factory=list)
     best: float = float("inf")
     exposed: float = 1.0  # of the best step: the share in which nothing computes
@@ -323,6 +334,7 @@ class _Search:
             key=lambda pair: (not pair[1].fits, self._rank(pair[1])),
         )
         best: Candidate | None = None
+        run: RunEstimate | None = None
         others: list[Candidate] = []
         for config, candidate in order:
             if best is None and candidate.fits and not candidate.why:
@@ -330,14 +342,16 @@ class _Search:
                 peak, time = simulated(replace(self.estimator, config=config), config)
                 known = replace(candidate, seconds=time.seconds, reserved=taken(peak))
                 if self.estimator.fits(peak) and not (peak.reserved and peak.reserved.releases):
-                    best = known
+                    best, memory = known, StrategyMemory(candidate.layout, True, peak, True, time=time)
+                    plan = self.estimator.planned(config)
+                    run = RunEstimate(plan, memory, run_costs(time, plan, self.cluster, self.price))
                     continue
                 candidate = replace(known, fits=False)
             others.append(candidate)
         others += [candidate for _, candidate in self.seen if candidate.seconds is None]
         others = [replace(each, why=each.why or self._why(each, best)) for each in others]
         others.sort(key=lambda each: (not each.fits, (each.reserved if best is None else each.seconds) or unknown))
-        return Found(best, others, self.simulations)
+        return Found(best, others, self.simulations, run)
 
     def _rank(self, candidate: Candidate) -> float:
         assert candidate.seconds is not None
@@ -409,14 +423,12 @@ def overlay_of(config: Config, changed: Config) -> dict[str, Any]:
 
 def describe(result: Found, goal: Goal) -> str:
     """Return the result for people: the overlay, and the table of the best ones."""
-    import yaml
-
     if result.best is None:
         head = "no config fits"
     else:
         least = "takes the least memory" if goal == "memory" else "is the fastest that fits"
         head = f"{title(result.best)} {least}. Write this to a file, and name it after the recipe:\n\n"
-        head += yaml.safe_dump(result.best.overlay, sort_keys=False).rstrip()
+        head += as_yaml(result.best.overlay)
     rows: list[tuple[str, ...]] = [("config", "ms", "reserved", "")]
     best_of: dict[str, Candidate] = {}
     for candidate in result.candidates:
@@ -430,6 +442,14 @@ def describe(result: Found, goal: Goal) -> str:
     return "\n".join([head, "", *lines, f"{hidden} others; {result.simulations} simulations"])
 
 
+def as_yaml(overlay: Mapping[str, Any]) -> str:
+    """Return an overlay as the text of a config file."""
+    import yaml
+
+    return str(yaml.safe_dump(overlay, sort_keys=False)).rstrip()
+
+
 def title(candidate: Candidate) -> str:
+    """Return a config in short: its layout, micro-batch and activation checkpointing."""
     mode = f", checkpointing {candidate.checkpointing}" if candidate.checkpointing != "none" else ""
     return f"{candidate.layout}, micro-batch {candidate.micro_size}{mode}"
