@@ -201,14 +201,16 @@ def test_several_clusters_have_a_row_each(tmp_path: Path) -> None:
 
 
 def test_a_cluster_that_cannot_train_the_run_says_why(tmp_path: Path) -> None:
-    values = large(2, "ddp", model=sized(2)).model_dump(mode="json", exclude_unset=True)
+    parallel = {"strategy": "ddp", "tensor": 4}
+    values = large(4, parallel=parallel, model=sized(2)).model_dump(mode="json", exclude_unset=True)
     (tmp_path / "run.json").write_text(json.dumps(values))
-    words = ("plan", "run.json", "--gpus", "H100:2", "--nodes", "1,1000", "--json")
-    shown = run_lockstep(*words, cwd=tmp_path)
+    words = ("plan", "run.json", "--nodes", "1", "--json")
+    shown = run_lockstep(*words, "--gpus", "H100:4,H100:2", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     first, second = json.loads(shown.stdout)["clusters"]
     assert (first["fits"], first["best"]) == (True, True)
     assert (second["fits"], second["best"]) == (False, False)
-    assert "global_size" in second["note"]
-    nowhere = run_lockstep(*words[:2], "--gpus", "H100:2000", "--nodes", "1,2", cwd=tmp_path)
-    assert nowhere.returncode == 2, "the one reason is the error"
+    assert "Start 4 ranks" in second["note"]
+    nowhere = run_lockstep(*words, "--gpus", "H100:2,L4:2", cwd=tmp_path)
+    assert (nowhere.returncode, nowhere.stdout) == (2, ""), "the reason that all have is the error"
+    assert "Start 4 ranks" in nowhere.stderr
