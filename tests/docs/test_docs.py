@@ -15,6 +15,7 @@ import pytest
 import yaml
 from kit.commands import run_lockstep, run_script
 
+from lockstep.cli import plan
 from lockstep.cli.launch_command import VERBS as LAUNCHED
 from lockstep.cli.main import VERBS, main
 from lockstep.config import shape
@@ -265,6 +266,26 @@ def test_plans_of_large_models_need_no_weights_and_no_data(
     assert "68,976,648,192" in shown
     assert "6,738,415,616" in shown
     assert "6,738,415,616" in (ROOT / "README.md").read_text()
+
+
+def test_each_question_before_paying_is_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    page = ROOT / "docs" / "know-before-you-pay.md"
+    monkeypatch.chdir(tmp_path)
+    lines = verb_lines(page)
+    assert len(lines) == 6
+    for words in lines:
+        assert words[0] == "plan"
+        plan.prepare(words[1:])
+
+
+@pytest.mark.drill
+def test_the_answers_before_paying_are_current(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    page = ROOT / "docs" / "know-before-you-pay.md"
+    shown = "".join(run_lockstep(*words, cwd=tmp_path).stdout for words in verb_lines(page))
+    for line in "".join(blocks(page, "text")).splitlines():
+        assert line in shown.splitlines()
 
 
 # --- examples run ---------------------------------------------------------------------------------------------------

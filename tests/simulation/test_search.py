@@ -194,7 +194,9 @@ def test_several_clusters_have_a_row_each(tmp_path: Path) -> None:
     assert own["cost"] == pytest.approx(10 * own["hours"])
     assert cheapest["gpu"] == "L4", "twenty times cheaper, and not twenty times slower"
     (tmp_path / "found.yaml").write_text(yaml.safe_dump(own["found"]))
-    alone = run_lockstep("plan", "run.json", "found.yaml", "--gpus", "H100:1", "--peak", "planned", "--json", cwd=tmp_path)
+    alone = run_lockstep(
+        "plan", "run.json", "found.yaml", "--gpus", "H100:1", "--peak", "planned", "--json", cwd=tmp_path
+    )
     assert json.loads(alone.stdout)["strategies"][0]["step_seconds"] == pytest.approx(own["step_seconds"])
     text = run_lockstep(*words, cwd=tmp_path).stdout
     assert [line.endswith("<-") for line in text.splitlines()[2:6]].count(True) == 1
