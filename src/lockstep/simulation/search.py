@@ -94,10 +94,10 @@ class Found:
 def searched_on(estimator: Estimator, price: Price | None, goal: Goal) -> ClusterRow:
     """Return the best config on the estimator's cluster. May raise ConfigError."""
     assert estimator.cluster is not None, "there are GPUs to search on"
-    found = search(estimator, goal, price)
-    if found.best is None:
+    result = search(estimator, goal, price)
+    if result.best is None:
         return ClusterRow(estimator.cluster, price, why="nothing fits")
-    return ClusterRow(estimator.cluster, price, title(found.best), found.run, overlay=found.best.overlay)
+    return ClusterRow(estimator.cluster, price, title(result.best), result.run, overlay=result.best.overlay)
 
 
 def search(estimator: Estimator, goal: Goal = "time", price: Price | None = None) -> Found:
