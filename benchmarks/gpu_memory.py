@@ -177,10 +177,10 @@ def _config(size: Size, mode: str, parallel: Mapping[str, Any]) -> dict[str, Any
 
 
 def _row(size: Size, config: dict[str, Any]) -> dict[str, Any]:
+    from lockstep.assembly.user_objects import UserObjects
     from lockstep.config.loading import validate
     from lockstep.core.errors import ConfigError
     from lockstep.simulation.planning import estimator_of
-    from lockstep.training.user_objects import UserObjects
 
     began = time.perf_counter()
     try:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rounds import Spread, about_here, in_processes, interleaved, markdown, provenance, report, save, within_rounds
 
-from lockstep.training.session import components_of
+from lockstep.loop.session import components_of
 
 PACKAGES = ("torch",)
 CONTESTANTS = ("default", "deterministic", "invariant")

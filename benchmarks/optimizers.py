@@ -43,7 +43,7 @@ def contestant(optimizer: str, layout: str) -> None:
     """Report the milliseconds of an update on this rank."""
     warnings.simplefilter("ignore")
     import lockstep
-    from lockstep.training.session import components_of
+    from lockstep.loop.session import components_of
 
     taken: list[float] = []
     with lockstep.session(config(optimizer, *LAYOUTS[layout])) as session:

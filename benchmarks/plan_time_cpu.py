@@ -28,6 +28,7 @@ from typing import Any
 from plan_memory import CLASSES, MODELS, OTHERS, _custom
 from rounds import about_here, markdown
 
+from lockstep.assembly.user_objects import UserObjects
 from lockstep.config.loading import load, validate
 from lockstep.config.schema import Config
 from lockstep.core.processes import in_fork
@@ -36,7 +37,6 @@ from lockstep.plan.gpus import parse_cluster
 from lockstep.simulation.planning import estimator_of
 from lockstep.simulation.search import search, title
 from lockstep.training.job import opened
-from lockstep.training.user_objects import UserObjects
 
 RESULTS = Path(__file__).parent / "results" / "plan_time_cpu.json"
 FASTEST = 0.2  # of the steps

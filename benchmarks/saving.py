@@ -22,7 +22,7 @@ from typing import Any
 
 from rounds import Spread, about_here, in_processes, interleaved, markdown, provenance, report, save
 
-from lockstep.training.session import components_of
+from lockstep.loop.session import components_of
 
 PACKAGES = ("torch", "safetensors", "xxhash")
 WIDTH, LAYERS, BATCH = 2048, 6, 4

@@ -33,9 +33,9 @@ from attempts import machine
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.core.errors import VerificationError
+from lockstep.loop.ledger import audit
 from lockstep.resilience.faults import FAULTS, Fault, events_of, write_plan
-from lockstep.training.ledger import audit
-from lockstep.training.locations import choose, find
+from lockstep.resuming.locations import choose, find
 
 RESULTS = Path(__file__).parent / "results"
 STEPS, FAULT_STEP = 30, 22

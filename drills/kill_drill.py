@@ -45,7 +45,7 @@ from attempts import (
 )
 
 from lockstep.checkpoint.storage import names_by_step
-from lockstep.training.ledger import audit
+from lockstep.loop.ledger import audit
 
 RESULTS = Path(__file__).parent / "results"
 SHORT: Mapping[str, Sequence[str]] = {

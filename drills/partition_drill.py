@@ -33,9 +33,9 @@ from kit.hosts import Network, network
 
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.reading import read_manifest
+from lockstep.loop.ledger import audit
 from lockstep.resilience.faults import events_of, write_plan
-from lockstep.training.ledger import audit
-from lockstep.training.locations import choose, find
+from lockstep.resuming.locations import choose, find
 
 RESULTS = Path(__file__).parent / "results"
 SLOW = f"{Path(__file__).parents[1] / 'tests' / 'launch' / 'slow_images.py'}:SlowImages"

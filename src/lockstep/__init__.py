@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from lockstep import extend as extend
     from lockstep import loops as loops
+    from lockstep.assembly.activation_checkpointing import checkpoint_activations as checkpoint_activations
+    from lockstep.assembly.user_objects import Objects as Objects
     from lockstep.config.schema import Config as Config
     from lockstep.core.errors import CollectiveTimeout as CollectiveTimeout
     from lockstep.core.errors import ConfigError as ConfigError
@@ -32,17 +34,15 @@ if TYPE_CHECKING:
     from lockstep.distributed.generators import register_generator as register_generator
     from lockstep.interop.importing import import_config as import_config
     from lockstep.launch.outcome import exit_with as exit_with
+    from lockstep.loop.session import Session as Session
     from lockstep.models.build import count_parameters as count_parameters
     from lockstep.monitor import metric_log as log
     from lockstep.proof.api import verify as verify
     from lockstep.simulation.planning import estimate as estimate
     from lockstep.simulation.planning import estimate_memory as estimate_memory
-    from lockstep.training.activation_checkpointing import checkpoint_activations as checkpoint_activations
     from lockstep.training.api import session as session
     from lockstep.training.api import train as train
     from lockstep.training.job import Finished as Finished
-    from lockstep.training.session import Session as Session
-    from lockstep.training.user_objects import Objects as Objects
 
 __version__ = "0.1.0"
 
@@ -66,11 +66,11 @@ _HOMES = {
         "lockstep.models.build": "count_parameters",
         "lockstep.proof.api": "verify",
         "lockstep.simulation.planning": "estimate estimate_memory",
-        "lockstep.training.activation_checkpointing": "checkpoint_activations",
+        "lockstep.assembly.activation_checkpointing": "checkpoint_activations",
         "lockstep.training.api": "session train",
         "lockstep.training.job": "Finished",
-        "lockstep.training.session": "Session",
-        "lockstep.training.user_objects": "Objects",
+        "lockstep.loop.session": "Session",
+        "lockstep.assembly.user_objects": "Objects",
     }.items()
     for name in names.split()
 }

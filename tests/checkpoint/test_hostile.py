@@ -24,8 +24,8 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import verify
 from lockstep.cli.main import main
 from lockstep.core.errors import ConfigError, RunFailed
-from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.resuming import Resume
+from lockstep.resuming.checkpoints import Checkpoints
+from lockstep.resuming.resuming import Resume
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -30,9 +30,9 @@ from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
 from lockstep.config.schema import Checkpoint
 from lockstep.core.errors import RunFailed
 from lockstep.core.records import TrainingState
-from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.resuming import Resume
-from lockstep.training.session import components_of
+from lockstep.loop.session import components_of
+from lockstep.resuming.checkpoints import Checkpoints
+from lockstep.resuming.resuming import Resume
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # `End` ends threads
 

@@ -32,8 +32,8 @@ from lockstep.checkpoint.manifest import Manifest, to_bytes
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.checkpoint.saving import RunMetadata, Saver, StepMetadata
 from lockstep.cli.main import main
-from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.resuming import Resume
+from lockstep.resuming.checkpoints import Checkpoints
+from lockstep.resuming.resuming import Resume
 
 
 @dataclass

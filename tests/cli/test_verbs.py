@@ -18,7 +18,7 @@ from lockstep.cli.main import main
 from lockstep.config.loading import validate
 from lockstep.config.override import Override
 from lockstep.plan.stated_facts import facts_of_config
-from lockstep.training.resuming import Resume
+from lockstep.resuming.resuming import Resume
 
 Calls = list[tuple[Any, ...]]
 

@@ -34,10 +34,10 @@ from kit.runs import differences, recorded_session
 from kit.worlds import in_world
 
 import lockstep
+from lockstep.loop.session import components_of
 from lockstep.models.transformers_models import is_transformers_model, quiet
 from lockstep.models.weight_files import read_weights
 from lockstep.training.publishing import publish
-from lockstep.training.session import components_of
 
 Status = Literal["same", "varies", "refused", "failed"]
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {

@@ -14,7 +14,7 @@ from torch.utils.data import Subset
 from lockstep.core.protocols import Source
 from lockstep.data.custom import adapt_dataset
 from lockstep.data.sources import PreparedSource
-from lockstep.data.stages import TimeIsUp, items_timed
+from lockstep.profiling.loading import TimeIsUp, items_timed
 
 THREE = np.array([4, 0, 2])
 

@@ -16,7 +16,7 @@ from kit.worlds import in_world
 
 import lockstep
 from lockstep.distributed import generators
-from lockstep.training.resuming import Resume
+from lockstep.resuming.resuming import Resume
 
 MAKERS: dict[str, Callable[[int], Any]] = {
     "torch": lambda seed: torch.Generator().manual_seed(seed),
@@ -106,7 +106,7 @@ def _noisy(folder: str, step: int | None) -> list[float]:
     lockstep.register_generator("noise", generator)
     with lockstep.session(small.config(), objective=Noisy()) as session:
         from lockstep.checkpoint.local import LocalStorage
-        from lockstep.training.checkpoints import Checkpoints
+        from lockstep.resuming.checkpoints import Checkpoints
 
         checkpoints = Checkpoints(session, LocalStorage(Path(folder)), {})
         checkpoints.begin(Resume(step=step))

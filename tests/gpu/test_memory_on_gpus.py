@@ -11,11 +11,11 @@ from gpu.on_gpus import group, on_gpus, on_one_gpu
 from kit.layouts import asking_for
 
 import lockstep
+from lockstep.assembly.user_objects import UserObjects
 from lockstep.config.loading import validate
+from lockstep.loop.session import components_of
 from lockstep.simulation.memory import MemoryLedger, Peak, Watched, resizes_seen
 from lockstep.simulation.updates import peak_of_rank, run_updates
-from lockstep.training.session import components_of
-from lockstep.training.user_objects import UserObjects
 
 UPDATES = 3
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -15,9 +15,9 @@ from training.test_resume import STEPS, _digits
 
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.resuming import Resume
-from lockstep.training.session import components_of
+from lockstep.loop.session import components_of
+from lockstep.resuming.checkpoints import Checkpoints
+from lockstep.resuming.resuming import Resume
 
 Outcome = tuple[dict[int, float], dict[str, bytes]]
 

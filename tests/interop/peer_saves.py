@@ -234,8 +234,8 @@ def run_of_rank(settings: dict[str, Any], folder: Path) -> list[float]:
     """Train with Lockstep, save after some updates, and return the losses of the later ones; on each rank."""
     import lockstep
     from lockstep.checkpoint.local import LocalStorage
-    from lockstep.training.checkpoints import Checkpoints
-    from lockstep.training.resuming import Resume
+    from lockstep.resuming.checkpoints import Checkpoints
+    from lockstep.resuming.resuming import Resume
 
     losses = []
     with lockstep.session(settings) as session:

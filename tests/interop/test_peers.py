@@ -27,10 +27,10 @@ from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
 from lockstep.interop.peers import import_weights
 from lockstep.interop.runs import import_run
-from lockstep.training.checkpoints import Checkpoints
+from lockstep.loop.session import components_of
+from lockstep.resuming.checkpoints import Checkpoints
+from lockstep.resuming.resuming import Resume
 from lockstep.training.exporting import ExportArguments, export
-from lockstep.training.resuming import Resume
-from lockstep.training.session import components_of
 
 
 def config(**sections: Any) -> dict[str, Any]:

@@ -27,10 +27,10 @@ from lockstep.core.errors import ConfigError
 from lockstep.interop.peers import import_weights
 from lockstep.interop.runs import import_run
 from lockstep.interop.zero_checkpoint import STAND_INS, _joined, read_zero
+from lockstep.loop.session import components_of
 from lockstep.models.weight_files import read_torch, read_weights
-from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.resuming import Resume
-from lockstep.training.session import components_of
+from lockstep.resuming.checkpoints import Checkpoints
+from lockstep.resuming.resuming import Resume
 
 if find_spec("deepspeed") is None:  # importing it takes seconds, and its ranks have it
     pytest.skip("deepspeed is not installed", allow_module_level=True)

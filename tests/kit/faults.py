@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.training.session import components_of
+from lockstep.loop.session import components_of
 
 
 def _replace(session: Any, **rooms: Any) -> None:

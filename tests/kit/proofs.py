@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from kit.worlds import in_world
+from lockstep.assembly.user_objects import UserObjects
 from lockstep.config.loading import validate
 from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed.process_group import joined
 from lockstep.proof.cases import plan_verification
 from lockstep.proof.rows import Row
 from lockstep.proof.runner import VerificationJob, record_references, run_case
-from lockstep.training.user_objects import UserObjects
 
 _NOTHING = UserObjects()
 

@@ -16,7 +16,7 @@ import torch
 
 import lockstep
 from kit.worlds import in_world
-from lockstep.training.session import components_of
+from lockstep.loop.session import components_of
 
 Arrays = dict[str, np.ndarray]
 

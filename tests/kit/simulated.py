@@ -28,6 +28,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from kit.worlds import in_world
+from lockstep.assembly.user_objects import UserObjects
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
 from lockstep.distributed import host_group
@@ -35,7 +36,6 @@ from lockstep.simulation import device
 from lockstep.simulation.groups import BACKENDS
 from lockstep.simulation.ranks import SimulatedRank, simulated_rank
 from lockstep.training.assemble import assemble
-from lockstep.training.user_objects import UserObjects
 
 UPDATES = 6  # in the second, DDP rebuilds its buckets; in 1, 2, 3 and 5 parameters are watched, and after 4
 

@@ -430,9 +430,9 @@ def test_a_rank_that_waits_for_its_accelerator_is_named_so() -> None:
     """A kernel that doesn't end shows where the host reads its results."""
     stack = f"""Current thread 0x2 (most recent call first):
   File "/x/site-packages/torch/cuda/streams.py", line 231 in synchronize
-  File "{rank_stacks._OWN}training/readback.py", line 171 in land"""
+  File "{rank_stacks._OWN}loop/readback.py", line 171 in land"""
     text = hang_text(Hang((sight(phase=Phase.HOST),), {9: stack}, {}))
-    where = "lockstep/training/readback.py:171 in land"
+    where = "lockstep/loop/readback.py:171 in land"
     assert gives(text, "rank 0", "between two updates", "accelerator", where, "update 1")
 
 

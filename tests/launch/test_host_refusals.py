@@ -34,12 +34,12 @@ ROWS = {
     "interface that isn't there": (
         (),
         ("launch.interface=eth7",),
-        "launch.interface: this host has no interface eth7; it has lo, eth0",
+        "launch.interface: this host has no interface eth7 with an address; it has lo, eth0",
     ),
     "interface without an address": (
         ("launch.interface=empty0",),
         (),
-        "launch.interface: interface empty0 of this host is down, or has no address but a link-local one; others: lo,",
+        "launch.interface: this host has no interface empty0 with an address; it has lo, eth0",
     ),
     "node rank out of range": (
         ("--node-rank", 0),

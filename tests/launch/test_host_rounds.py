@@ -14,9 +14,9 @@ from kit.worlds import free_port
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.reading import read_manifest
+from lockstep.loop.ledger import audit
 from lockstep.resilience.faults import Fault, events_of, write_plan
-from lockstep.training.ledger import audit
-from lockstep.training.locations import choose, find
+from lockstep.resuming.locations import choose, find
 
 STEPS = 40
 RUN = (

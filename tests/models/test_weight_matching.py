@@ -25,11 +25,11 @@ from lockstep.core.adapters import adapter_of
 from lockstep.core.errors import ConfigError
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.interop.peers import read_peer
+from lockstep.loop.attempt import run_info
+from lockstep.loop.session import components_of
 from lockstep.models.adapters import with_adapter
 from lockstep.models.weight_files import read_weights
 from lockstep.models.weight_matching import match_initial_weights
-from lockstep.training.attempt import run_info
-from lockstep.training.session import components_of
 
 
 class Tied(nn.Module):

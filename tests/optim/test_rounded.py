@@ -12,12 +12,12 @@ from kit.runs import recorded, state_after
 from torch import Tensor, nn
 from training.test_same_run import config
 
+from lockstep.assembly.planning import plan_run
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
 from lockstep.distributed.collectives import LocalGroup
 from lockstep.distributed.shard_boxes import RowShards
 from lockstep.optim.rounded import RoundedAdam, stochastically_rounded
-from lockstep.training.planning import plan_run
 
 BF16 = {"precision": {"parameters": "bf16"}}
 SHAPES = {"matrix": (7, 6), "vector": (5,), "cube": (2, 3, 4), "column": (1, 6)}

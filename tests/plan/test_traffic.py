@@ -13,10 +13,10 @@ from kit.worlds import in_world
 
 from lockstep.config.loading import validate
 from lockstep.core.records import DataFacts
+from lockstep.loop.session import components_of
 from lockstep.models.build import describe_model
 from lockstep.plan.placement import traffic, volume_of
 from lockstep.strategies.record import Volume
-from lockstep.training.session import components_of
 
 CONFIG = {
     "model": {"kind": "transformer", "layers": 2, "width": 32, "heads": 2, "vocabulary": 256, "tie_embeddings": False},

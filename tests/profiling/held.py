@@ -8,12 +8,12 @@ from kit import small
 from kit.peak import held_by, peak_of
 from torch.utils._pytree import tree_leaves
 
+from lockstep.assembly.user_objects import UserObjects
 from lockstep.config.loading import validate
+from lockstep.loop.session import components_of
 from lockstep.simulation.memory import MemoryLedger, Peak, Watched, resizes_seen
 from lockstep.simulation.updates import run_updates
 from lockstep.training.job import opened
-from lockstep.training.session import components_of
-from lockstep.training.user_objects import UserObjects
 
 _UPDATES = 3
 _DECODER: dict[str, Any] = {

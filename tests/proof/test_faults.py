@@ -7,8 +7,8 @@ from kit import small
 from kit.faults import FAULTS, PUBLISHING, STOPPING
 from kit.proofs import text, with_faults
 
+from lockstep.assembly.user_objects import UserObjects
 from lockstep.proof.rows import Row, explanation
-from lockstep.training.user_objects import UserObjects
 
 INJECTED = {**FAULTS, **STOPPING, **PUBLISHING}
 

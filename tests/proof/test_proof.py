@@ -13,8 +13,8 @@ from kit.proofs import proved, text
 from kit.worlds import in_process
 
 import lockstep
+from lockstep.loop.session import components_of
 from lockstep.proof.rows import Row, explanation
-from lockstep.training.session import components_of
 
 
 def _failures(rows: list[Row]) -> list[str]:

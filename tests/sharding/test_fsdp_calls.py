@@ -12,7 +12,7 @@ from kit.worlds import in_world
 from torch import nn
 
 import lockstep
-from lockstep.training.session import components_of
+from lockstep.loop.session import components_of
 
 _LAYERS = 100
 

@@ -13,7 +13,7 @@ from kit.worlds import in_world
 from training.test_same_run import config
 
 import lockstep
-from lockstep.training.session import components_of
+from lockstep.loop.session import components_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "each block": {},

@@ -21,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
+from lockstep.assembly.user_objects import user_objects
 from lockstep.simulation import device
 from lockstep.simulation.memory import MemoryLedger, resizes_seen
 from lockstep.simulation.ranks import simulated_rank
 from lockstep.training.api import resolved
 from lockstep.training.assemble import assemble
-from lockstep.training.user_objects import user_objects
 
 Model = Callable[[int], nn.Module]
 SAMPLES, LENGTH, CLASSES = 4, 256, 1000

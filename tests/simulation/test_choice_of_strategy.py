@@ -10,18 +10,18 @@ import torch
 from kit.failures import fails
 from simulation.test_peak_memory import NOTHING, decoder, estimator
 
+from lockstep.assembly import deciding
+from lockstep.assembly.deciding import NoAnswer, Question, ask
 from lockstep.core.out_of_memory import Phase, note_location
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.launch.ends import end_of_exception
+from lockstep.loop.components import Purpose
+from lockstep.loop.out_of_memory import explain, memory_factors
 from lockstep.plan.choosing import USABLE, Decision
 from lockstep.plan.plan import Machine, make_plan
 from lockstep.simulation.answering import answer
 from lockstep.simulation.estimate import decide, under
 from lockstep.strategies.registry import find_variant
-from lockstep.training import deciding
-from lockstep.training.components import Purpose
-from lockstep.training.deciding import NoAnswer, Question, ask
-from lockstep.training.out_of_memory import explain, memory_factors
 
 MIB = 1 << 20
 WEIGHT = [ParameterFacts("weight", (4, 4), 4, True)]

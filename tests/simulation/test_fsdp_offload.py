@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from kit import small
 
+from lockstep.assembly.user_objects import UserObjects
 from lockstep.config.schema import Config
+from lockstep.loop.session import components_of
 from lockstep.simulation.ranks import simulated_rank
 from lockstep.training.assemble import assemble
-from lockstep.training.session import components_of
-from lockstep.training.user_objects import UserObjects
 
 
 def run(*, offload: bool) -> dict[str, Any]:

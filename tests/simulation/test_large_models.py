@@ -11,12 +11,12 @@ import pytest
 from kit.cells import allowed
 
 from lockstep.config.schema import Config
+from lockstep.loop.session import components_of
 from lockstep.plan.stated_facts import facts_of_config
 from lockstep.simulation.estimate import readable
 from lockstep.simulation.memory import MemoryLedger, resizes_seen
 from lockstep.simulation.sessions import simulated_session
 from lockstep.simulation.updates import run_updates
-from lockstep.training.session import components_of
 
 
 def llama(width: int, inner: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:

@@ -13,6 +13,8 @@ import torch
 from kit import small
 
 import lockstep
+from lockstep.assembly.planning import data_facts
+from lockstep.assembly.user_objects import UserObjects
 from lockstep.cli.main import main
 from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError
@@ -24,8 +26,6 @@ from lockstep.simulation.planning import describe_memory
 from lockstep.simulation.updates import peak_of_rank, run_updates
 from lockstep.strategies.registry import find_variant
 from lockstep.training.job import opened
-from lockstep.training.planning import data_facts
-from lockstep.training.user_objects import UserObjects
 
 NOTHING = UserObjects()
 UPDATES = 3

@@ -8,11 +8,11 @@ import random
 import pytest
 from simulation.test_step_time import cluster, large
 
+from lockstep.assembly.user_objects import UserObjects
 from lockstep.plan.gpus import parse_cluster
 from lockstep.simulation.planning import describe_memory, estimates_of, estimator_of
 from lockstep.simulation.reserved import MIB, CachingAllocator, expandable_segments, nccl_bytes, reserved_of
 from lockstep.simulation.trace import Change, Sent, StepTrace
-from lockstep.training.user_objects import UserObjects
 
 KIB = 1 << 10
 WORKSPACE = 32 * MIB

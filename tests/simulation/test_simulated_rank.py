@@ -14,13 +14,13 @@ import torch.distributed as dist
 from kit import small
 from torch import nn
 
+from lockstep.assembly.user_objects import UserObjects
 from lockstep.config.schema import Config
 from lockstep.core.records import Batch
 from lockstep.simulation.groups import WrongDevice
 from lockstep.simulation.ranks import SimulatedRank, simulated_rank
 from lockstep.simulation.sessions import simulated_session
 from lockstep.training.assemble import assemble
-from lockstep.training.user_objects import UserObjects
 
 DEVICE = "simulated:0"
 

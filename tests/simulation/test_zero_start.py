@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from lockstep.assembly.user_objects import UserObjects
 from lockstep.config.schema import Config
+from lockstep.loop.components import Purpose
+from lockstep.loop.session import components_of
 from lockstep.simulation.memory import MemoryLedger
 from lockstep.simulation.ranks import simulated_rank
 from lockstep.simulation.updates import peak_of_rank
 from lockstep.training.assemble import assemble
-from lockstep.training.components import Purpose
-from lockstep.training.session import components_of
-from lockstep.training.user_objects import UserObjects
 
 if find_spec("deepspeed") is None:  # importing it takes seconds, and its ranks have it
     pytest.skip("deepspeed is not installed", allow_module_level=True)

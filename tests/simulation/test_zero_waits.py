@@ -11,10 +11,10 @@ import pytest
 from kit import small
 from torch import nn
 
+from lockstep.assembly.user_objects import UserObjects
 from lockstep.config.schema import Config
 from lockstep.simulation.ranks import simulated_rank
 from lockstep.training.assemble import assemble
-from lockstep.training.user_objects import UserObjects
 
 if find_spec("deepspeed") is None:  # importing it takes seconds, and its ranks have it
     pytest.skip("deepspeed is not installed", allow_module_level=True)

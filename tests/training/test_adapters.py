@@ -16,15 +16,15 @@ from torch import nn
 from training.test_same_run import config
 
 import lockstep
+from lockstep.assembly.adapters import base_of
 from lockstep.cli.main import main
 from lockstep.config.schema import GivenModel
 from lockstep.core.errors import ConfigError
 from lockstep.distributed.collectives import LocalGroup
+from lockstep.loop.session import components_of
 from lockstep.models.adapters import seen_through
-from lockstep.training.adapters import base_of
 from lockstep.training.exporting import ExportArguments, export
 from lockstep.training.finished_run import evaluate_run, generate_text
-from lockstep.training.session import components_of
 
 LORA = {"kind": "lora", "rank": 4, "alpha": 8}
 KINDS: dict[str, dict[str, Any]] = {

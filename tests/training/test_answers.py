@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 import lockstep
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
-from lockstep.training.session import components_of
+from lockstep.loop.session import components_of
 
 ANSWERS = ["b", "b c", "b c d", "c", "d d"]
 """To the prompts a0, a1, ...; ranks have unequal numbers of them, and they end after unequal numbers of tokens."""

@@ -17,9 +17,9 @@ pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lockstep
+from lockstep.loop.session import components_of
 from lockstep.models import attention_masks
 from lockstep.training import assemble
-from lockstep.training.session import components_of
 
 SMALL = LlamaConfig(
     vocab_size=64, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2, use_cache=False

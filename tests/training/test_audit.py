@@ -21,10 +21,10 @@ from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.errors import VerificationError
 from lockstep.core.progress import Progress
 from lockstep.data.order import MODULUS, SampleOrder, digest
-from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.ledger import Audit, Ledger, OrderFacts, audit, expected_digest
-from lockstep.training.resuming import Resume
-from lockstep.training.session import components_of
+from lockstep.loop.ledger import Audit, Ledger, OrderFacts, audit, expected_digest
+from lockstep.loop.session import components_of
+from lockstep.resuming.checkpoints import Checkpoints
+from lockstep.resuming.resuming import Resume
 
 ORDER = OrderFacts(seed=3, shuffle=True, samples=40, epoch_samples=40, fingerprint="points")
 

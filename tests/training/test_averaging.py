@@ -19,9 +19,9 @@ import lockstep
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import DataFacts, ParameterFacts
+from lockstep.loop.session import components_of, evaluation_weights
 from lockstep.plan.plan import make_plan
 from lockstep.training.exporting import ExportArguments, export
-from lockstep.training.session import components_of, evaluation_weights
 
 Weights = dict[str, torch.Tensor]
 

@@ -20,9 +20,9 @@ from kit.worlds import in_world
 import lockstep
 from lockstep.core.records import Batch, StepReport, Verdict
 from lockstep.distributed.consensus import DeviceConsensus
+from lockstep.loop.readback import Readback
+from lockstep.loop.session import Session, components_of
 from lockstep.resilience.verdicts import Limits, Spikes
-from lockstep.training.readback import Readback
-from lockstep.training.session import Session, components_of
 
 _WINDOW = 8
 _SPIKE = 14

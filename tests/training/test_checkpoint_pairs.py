@@ -24,9 +24,9 @@ import lockstep
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import Reader, ReadItem, read_manifest
 from lockstep.checkpoint.storage import checkpoint_name
-from lockstep.training.checkpoints import Checkpoints
+from lockstep.resuming.checkpoints import Checkpoints
+from lockstep.resuming.resuming import Resume
 from lockstep.training.exporting import ExportArguments, export
-from lockstep.training.resuming import Resume
 
 CUT, STEPS = 3, 5
 ALIKE = {

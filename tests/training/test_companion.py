@@ -20,16 +20,16 @@ from kit.worlds import in_world
 from torch.nn import functional as F
 
 import lockstep
+from lockstep.assembly.companion import companion_facts
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import Batch, DataFacts, ParameterFacts
 from lockstep.engine.companion import Companion
+from lockstep.loop.session import components_of
 from lockstep.plan.plan import make_plan
-from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.companion import companion_facts
-from lockstep.training.resuming import Resume
-from lockstep.training.session import components_of
+from lockstep.resuming.checkpoints import Checkpoints
+from lockstep.resuming.resuming import Resume
 
 ROOT = Path(__file__).parents[2]
 LLAMA = {
@@ -208,7 +208,7 @@ def test_the_reference_of_an_adapter_is_its_base(kind: str, chat: Path, monkeypa
         assert prepare._model is components_of(session).sharding.state.model
     run = recorded(asked, updates=3)
     assert len(set(run.losses)) == 3
-    monkeypatch.setattr("lockstep.training.companion.is_base", lambda config: False)
+    monkeypatch.setattr("lockstep.assembly.companion.is_base", lambda config: False)
     copied = recorded(asked, updates=3)
     assert run.losses == copied.losses
     assert run.evaluations == copied.evaluations

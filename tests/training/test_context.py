@@ -24,10 +24,10 @@ from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.distributed.forward_mode import chunks_of, padded_length, positions_of
+from lockstep.loop.session import components_of
 from lockstep.plan.plan import make_plan
-from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.resuming import Resume
-from lockstep.training.session import components_of
+from lockstep.resuming.checkpoints import Checkpoints
+from lockstep.resuming.resuming import Resume
 from lockstep.transforms.attention_kernels import (
     AttentionOutput,
     Visibility,

@@ -25,7 +25,7 @@ from kit.worlds import in_process, in_world
 
 import lockstep
 from lockstep.core.tracking import TrackedRun
-from lockstep.training.session import Session
+from lockstep.loop.session import Session
 
 FIRST, LAST = 5, 30  # updates between which nothing is touched
 UPDATE_S = 0.01

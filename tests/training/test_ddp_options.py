@@ -12,8 +12,8 @@ from kit.runs import Trajectory, differences, recorded, recorded_all
 from kit.worlds import in_world
 
 import lockstep
-from lockstep.training.attempt import run_info
-from lockstep.training.session import components_of
+from lockstep.loop.attempt import run_info
+from lockstep.loop.session import components_of
 
 
 def ddp(micro_size: int | str = "auto", model: str = "Net", **options: Any) -> dict[str, Any]:

@@ -25,10 +25,10 @@ import lockstep.sharding.deepspeed
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.core.records import Verdict
 from lockstep.distributed.shard_boxes import local_tensor
+from lockstep.loop.session import components_of
+from lockstep.resuming.checkpoints import Checkpoints
+from lockstep.resuming.resuming import Resume
 from lockstep.sharding.deepspeed import ZeroStep, import_for
-from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.resuming import Resume
-from lockstep.training.session import components_of
 
 if find_spec("deepspeed") is None:  # importing it takes seconds, and its ranks have it
     pytest.skip("deepspeed is not installed", allow_module_level=True)

@@ -14,16 +14,16 @@ from kit.small import in_group
 from kit.worlds import in_world
 
 import lockstep
+from lockstep.assembly.user_objects import UserObjects
 from lockstep.config.schema import Config
 from lockstep.distributed.shard_boxes import copy_from_full
+from lockstep.loop.components import Purpose
+from lockstep.loop.session import components_of
 from lockstep.models import meta_model
 from lockstep.training import assemble as assembling
 from lockstep.training import finished_run
-from lockstep.training.components import Purpose
 from lockstep.training.finished_run import evaluate_run, generate_text
 from lockstep.training.job import opened
-from lockstep.training.session import components_of
-from lockstep.training.user_objects import UserObjects
 
 TEXT = {"kind": "stdlib-text", "length": 16, "samples": 40}
 OWN = {

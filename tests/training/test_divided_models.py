@@ -16,7 +16,7 @@ from training.test_families import config
 from training.test_same_run import config as ours
 
 import lockstep
-from lockstep.training.session import components_of
+from lockstep.loop.session import components_of
 
 DIVIDED = {
     "fsdp": 2,

@@ -25,7 +25,7 @@ from lockstep.checkpoint.reading import read_manifest
 from lockstep.config.loading import validate
 from lockstep.core.records import Batch
 from lockstep.resilience.faults import FAULTS, Fault, write_plan
-from lockstep.training.checkpoints import Checkpoints
+from lockstep.resuming.checkpoints import Checkpoints
 from lockstep.training.job import Job, run_job
 
 

@@ -15,7 +15,7 @@ from kit.worlds import in_world
 import lockstep
 from lockstep.config.schema import EarlyStoppingConfig
 from lockstep.core.records import EvaluationReport, Request, StepReport
-from lockstep.training.evaluations import EarlyStopping, EarlyStoppingState
+from lockstep.loop.evaluations import EarlyStopping, EarlyStoppingState
 
 STOPPING = {"metric": "held-out.loss", "patience": 3, "min_delta": 0.01}
 

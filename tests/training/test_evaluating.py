@@ -19,14 +19,14 @@ from lockstep.config.training_sections import ProfileConfig
 from lockstep.core.errors import Failure
 from lockstep.core.records import Batch, EvaluationReport, Request, RunInfo, SaveReport, StepReport
 from lockstep.distributed import generators
+from lockstep.loop.evaluations import Trigger
+from lockstep.loop.session import components_of
 from lockstep.models.objectives import TargetLoss
 from lockstep.monitor.metric_log import MetricLog
 from lockstep.monitor.monitors import Monitors
 from lockstep.monitor.profiler import Profiler
 from lockstep.training.monitoring import UserLogs
-from lockstep.training.requests import Trigger
 from lockstep.training.run import run
-from lockstep.training.session import components_of
 
 SIZES = {"held-out": 11, "tiny": 2, "large": 37}
 

@@ -21,6 +21,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.assembly.sources import make_model, open_sources
+from lockstep.assembly.user_objects import UserObjects
+from lockstep.assembly.weights import (
+    load_weights,
+    save_for_transformers,
+    save_tensors,
+    tensors_of,
+    to_rebuild,
+)
 from lockstep.cli.main import main
 from lockstep.config.loading import validate
 from lockstep.config.writing import plain_yaml, to_plain
@@ -29,21 +38,12 @@ from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.files import replacing_file, replacing_folder
 from lockstep.data.hub import Processor
 from lockstep.interop.peers import import_weights
+from lockstep.loop.session import components_of
 from lockstep.models.model_tensors import model_tensors
 from lockstep.models.transformers_models import is_transformers_model
+from lockstep.resuming.locations import loaded_config, run_config
 from lockstep.training.exporting import ExportArguments, export
-from lockstep.training.locations import loaded_config, run_config
 from lockstep.training.publishing import publish
-from lockstep.training.session import components_of
-from lockstep.training.sources import make_model, open_sources
-from lockstep.training.user_objects import UserObjects
-from lockstep.training.weights import (
-    load_weights,
-    save_for_transformers,
-    save_tensors,
-    tensors_of,
-    to_rebuild,
-)
 
 LINES = {"kind": "stdlib-text", "length": 16, "samples": 40}
 

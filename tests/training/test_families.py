@@ -13,7 +13,7 @@ from kit.layouts import DRILLED, VARIANTS, is_partitioned
 from kit.runs import Arrays, Trajectory, differences, recorded_all
 from kit.worlds import in_world
 
-from lockstep.training.session import components_of
+from lockstep.loop.session import components_of
 
 SKIPPED = {
     "single": "it is what the others are compared with",

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 import lockstep
-from lockstep.training.session import components_of
+from lockstep.loop.session import components_of
 
 NAMES = tuple(HEADS)
 FEW = ("llama causal", "bart causal", "bart seq2seq", "bert several", "bert answers", "vit classes", "wav2vec2 text")

@@ -17,12 +17,12 @@ from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
 import lockstep
+from lockstep.assembly import flops
+from lockstep.assembly.flops import counted_flops, training_flops
 from lockstep.config.schema import TransformerModel
 from lockstep.core.records import Batch, DataFacts
+from lockstep.loop.session import components_of
 from lockstep.models.transformer import Transformer, flops_per_token
-from lockstep.training import flops
-from lockstep.training.flops import counted_flops, training_flops
-from lockstep.training.session import components_of
 
 IMAGES = 2
 

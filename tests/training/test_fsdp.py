@@ -15,9 +15,9 @@ from training.test_same_run import config, oracle
 
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.resuming import Resume
-from lockstep.training.session import components_of
+from lockstep.loop.session import components_of
+from lockstep.resuming.checkpoints import Checkpoints
+from lockstep.resuming.resuming import Resume
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "each block": {},

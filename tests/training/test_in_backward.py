@@ -14,7 +14,7 @@ from kit.small import config as small_config
 from training.test_same_run import config
 
 import lockstep
-from lockstep.training.session import components_of
+from lockstep.loop.session import components_of
 
 CPU = torch.device("cpu")
 

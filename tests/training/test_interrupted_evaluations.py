@@ -23,7 +23,7 @@ from lockstep.config.loading import validate
 from lockstep.core.errors import Paused
 from lockstep.core.records import Batch, StepReport
 from lockstep.distributed.collectives import LocalGroup
-from lockstep.training.evaluate import EvaluationStopped, stoppable
+from lockstep.loop.evaluate import EvaluationStopped, stoppable
 from lockstep.training.finished_run import evaluate_run
 from lockstep.training.job import Job, run_job
 from lockstep.training.monitoring import UserLogs

@@ -13,8 +13,8 @@ from kit.worlds import in_world
 
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.resuming import Resume
+from lockstep.resuming.checkpoints import Checkpoints
+from lockstep.resuming.resuming import Resume
 
 UPDATES = 5  # of 13 or 16 among 40 samples: a smaller one ends the epoch
 ADAMW = {"name": "adamw", "lr": 1e-3, "clip_norm": 0.5}

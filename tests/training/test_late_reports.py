@@ -23,9 +23,9 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.core.records import Batch, Request, StepReport
 from lockstep.distributed.consensus import DeviceConsensus, VoteResult
+from lockstep.loop.readback import Readback
 from lockstep.monitor.metric_log import MetricLog
 from lockstep.training import assemble
-from lockstep.training.readback import Readback
 
 _EVENTS = "logged", "evaluation", "saved", "epoch_done"
 _CLOCKS = {"seconds", "lost_seconds", "bytes", "grad_norm", "loss", "steps_per_second"}

@@ -18,9 +18,9 @@ from lockstep.core.errors import ConfigError
 from lockstep.distributed.collectives import LocalGroup
 from lockstep.distributed.process_group import World
 from lockstep.monitor.folder import CONFIG, RunFolder
+from lockstep.resuming.ownership import BEGUN, folder_of_launch, keep, resumed
+from lockstep.resuming.resuming import Resume
 from lockstep.training.job import Job, _run_folder
-from lockstep.training.ownership import BEGUN, folder_of_launch, keep, resumed
-from lockstep.training.resuming import Resume
 
 RANK = {"RANK": "0", "WORLD_SIZE": "1"}
 

@@ -20,9 +20,9 @@ from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.loop.ledger import Audit, audit
 from lockstep.monitor.events import sampled_losses
 from lockstep.report.run_data import read_run
-from lockstep.training.ledger import Audit, audit
 
 BAD = {5: OSError("broken image"), 9: ValueError("too short"), 17: KeyError("no label")}
 ENDLESS = 10

@@ -21,7 +21,7 @@ from torch import nn
 
 import lockstep
 from lockstep.checkpoint.local import LocalDraft
-from lockstep.training.session import components_of
+from lockstep.loop.session import components_of
 
 SCRIPT = Path(plain_script.__file__)
 

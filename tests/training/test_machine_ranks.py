@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from lockstep.training.deciding import _machine_ranks
+from lockstep.assembly.deciding import _machine_ranks
 
 
 @pytest.mark.parametrize(("ranks", "plan"), [([4, 4], 4), ([4, 2], 2), ([2, 1], 1), ([8, 4, 4], 4), ([3], 3)], ids=str)

@@ -18,8 +18,8 @@ from lockstep.core.directions import known_direction
 from lockstep.core.errors import ConfigError
 from lockstep.core.metric_names import metric_classes
 from lockstep.data.loader import first_batch
+from lockstep.loop.session import components_of
 from lockstep.models import metrics
-from lockstep.training.session import components_of
 
 SAMPLES, WIDTH, LABELS = 13, 6, 4
 BERT = {

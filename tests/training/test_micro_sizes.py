@@ -16,10 +16,10 @@ import lockstep
 from lockstep.core.errors import OutOfMemory
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.launch.ends import End
+from lockstep.loop.out_of_memory import least_micro_size
 from lockstep.monitor.attempts import read_attempts
 from lockstep.plan.batch import plan_batch
 from lockstep.resilience.faults import FAULTS, Fault, write_plan
-from lockstep.training.out_of_memory import least_micro_size
 
 
 def test_batch_norm_is_left_more_than_one_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep
+from lockstep.loop.session import components_of
 from lockstep.training.exporting import ExportArguments, export
-from lockstep.training.session import components_of
 
 
 class WithBackbone(small.Net):

@@ -15,8 +15,8 @@ from kit.worlds import in_world
 import lockstep
 from lockstep.core.errors import ReplicasDiffer
 from lockstep.core.records import Batch
-from lockstep.training.replicas import StateNotFinite
-from lockstep.training.session import components_of
+from lockstep.loop.replicas import StateNotFinite
+from lockstep.loop.session import components_of
 
 
 class Labeled(small.CrossEntropy):

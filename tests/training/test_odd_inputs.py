@@ -23,7 +23,7 @@ import lockstep
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.records import Batch
 from lockstep.launch.outcome import LaunchResult
-from lockstep.training.session import components_of
+from lockstep.loop.session import components_of
 
 POINTS, CLASSES = small.points(16).tensors
 

@@ -19,7 +19,7 @@ from lockstep.config.loading import validate
 from lockstep.config.schema import Config
 from lockstep.core.control_groups import MemoryLimit
 from lockstep.core.out_of_memory import error_location, note_location, out_of_memory_cause, requested_bytes
-from lockstep.training.out_of_memory import advice, explain, memory_factors, sizes_too_large
+from lockstep.loop.out_of_memory import advice, explain, memory_factors, sizes_too_large
 
 MODELS = Path(__file__).with_name("out_of_memory_models.py")
 CONFIG = {

@@ -25,9 +25,9 @@ from lockstep.config.known_runs import id_of_run
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.extensions import instance
-from lockstep.training.ownership import run_folder_for
-from lockstep.training.resuming import Resume
-from lockstep.training.session import Session, components_of
+from lockstep.loop.session import Session, components_of
+from lockstep.resuming.ownership import run_folder_for
+from lockstep.resuming.resuming import Resume
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,8 @@ from lockstep.checkpoint.local import LocalStorage
 from lockstep.config.loading import validate
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.plan.plan import make_plan
-from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.resuming import Resume
+from lockstep.resuming.checkpoints import Checkpoints
+from lockstep.resuming.resuming import Resume
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv")
 SGD = {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 0.5}}  # it doesn't blow rounding up

@@ -15,8 +15,8 @@ from kit.worlds import in_world
 import lockstep
 from lockstep.config.schema import Optim, Schedule
 from lockstep.core.errors import ConfigError
+from lockstep.loop.plateau import PlateauRate
 from lockstep.training.exporting import ExportArguments, export
-from lockstep.training.plateau import PlateauRate
 
 SECTION = {"metric": "held-out.loss", "patience": 0, "factor": 0.3, "threshold": 0.5}
 

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 
 import lockstep
 from lockstep.core.errors import RunFailed
+from lockstep.loop.session import components_of
 from lockstep.models.model_tensors import model_tensors
 from lockstep.training.exporting import ExportArguments, export
 from lockstep.training.publishing import publish
-from lockstep.training.session import components_of
 
 DIVIDED: dict[str, dict[str, Any]] = {
     "pipeline": {"strategy": "ddp", "pipeline": 2},

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 import lockstep
 from lockstep.core import checksums, files
 from lockstep.core.files import exchanged
+from lockstep.loop.session import components_of
 from lockstep.models.weight_files import read_weights
 from lockstep.training import publishing
 from lockstep.training.publishing import plan_files, publish
-from lockstep.training.session import components_of
 
 FLOAT = torch.float32
 

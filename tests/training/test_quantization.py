@@ -18,9 +18,9 @@ from training.test_adapters import adapted as narrow
 import lockstep
 from lockstep.cli.main import main
 from lockstep.core.errors import ConfigError
+from lockstep.loop.session import components_of
 from lockstep.training.exporting import ExportArguments, export
 from lockstep.training.finished_run import generate_text
-from lockstep.training.session import components_of
 
 pytest.importorskip("bitsandbytes")
 CUT = 2
@@ -172,7 +172,7 @@ def test_text_is_generated_beside_the_values_that_were_trained_beside(
 
     lockstep.train(quantized(kind, of_llama(base, tmp_path / "run")))
     used: list[Any] = []
-    monkeypatch.setattr("lockstep.training.text.continuations", lambda codec, model, *_: used.append(model))
+    monkeypatch.setattr("lockstep.loop.text.continuations", lambda codec, model, *_: used.append(model))
     trust = {"trust_remote_code": False, "trust_run": True}
     generate_text(tmp_path / "run", ["def "], 4, (0.0, None, 1.0, 0), chat=False, tokenizer=None, **trust)
     for name in ("q_proj", "o_proj"):

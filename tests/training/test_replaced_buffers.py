@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import lockstep
 from lockstep.distributed.collectives import waiting_over
 from lockstep.distributed.store_exchange import StoreExchange
+from lockstep.loop.session import components_of
 from lockstep.sharding.buffers import SyncedBuffers
-from lockstep.training.session import components_of
 
 
 def _config(parallel: dict[str, Any], *, replaces: bool) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from kit.worlds import in_world
 
 import lockstep
 from lockstep.core.errors import ConfigError, ReplicasDiffer
+from lockstep.loop.session import components_of, updates_of
 from lockstep.resilience.number_faults import flip_bit
 from lockstep.training.run import ReplicaCheck
-from lockstep.training.session import components_of, updates_of
 
 _FLIPPED_AFTER = 3
 _CASES: dict[str, tuple[int, dict[str, Any], str]] = {

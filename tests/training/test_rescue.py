@@ -23,9 +23,9 @@ from lockstep.checkpoint.storage import names_by_step
 from lockstep.core.errors import Rescued
 from lockstep.core.phase_clock import Phase
 from lockstep.core.records import Batch
-from lockstep.training.ledger import audit
-from lockstep.training.rescue import Rescue
-from lockstep.training.session import components_of
+from lockstep.loop.ledger import audit
+from lockstep.loop.session import components_of
+from lockstep.resuming.rescue import Rescue
 
 _FAULT = "FAULT"  # environment: which code fails, on which rank (-1: on all), from which of its calls on
 
@@ -207,7 +207,7 @@ def _half_an_update(step: Any, rate: float, divisor: Any, keep: Any) -> None:
 
 
 def test_half_an_update_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.training.session import Session
+    from lockstep.loop.session import Session
 
     commit = Session.commit
 

@@ -13,9 +13,9 @@ from kit.worlds import in_world
 
 import lockstep
 from lockstep.checkpoint.local import LocalStorage
-from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.resuming import Resume
-from lockstep.training.session import ledger_of
+from lockstep.loop.session import ledger_of
+from lockstep.resuming.checkpoints import Checkpoints
+from lockstep.resuming.resuming import Resume
 
 CUTS = (2, 4, 7)  # of four updates an epoch: in the first, at its very end, and in the second
 STEPS = 9

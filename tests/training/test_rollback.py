@@ -19,6 +19,7 @@ from kit.worlds import in_world
 from torch.nn import functional as F
 
 import lockstep
+from lockstep.assembly.user_objects import UserObjects
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.local import LocalStorage
 from lockstep.checkpoint.reading import read_manifest
@@ -28,14 +29,13 @@ from lockstep.core.records import Batch
 from lockstep.data.order import SampleOrder
 from lockstep.distributed.consensus import DeviceConsensus
 from lockstep.launch.ends_file import read_ends
+from lockstep.loop.bad_updates import RollbackDue
+from lockstep.loop.ledger import audit
+from lockstep.loop.readback import Readback
+from lockstep.loop.session import Session, components_of
 from lockstep.report.explanation import explain
 from lockstep.training.api import resolved
-from lockstep.training.bad_updates import RollbackDue
 from lockstep.training.job import opened
-from lockstep.training.ledger import audit
-from lockstep.training.readback import Readback
-from lockstep.training.session import Session, components_of
-from lockstep.training.user_objects import UserObjects
 
 STEPS = 17
 """Two epochs, and the first update of the third."""

@@ -16,9 +16,9 @@ from lockstep.launch.memory_folder import MemoryFolder, left_by, note_attempt
 from lockstep.launch.outcome import LaunchResult
 from lockstep.launch.supervision import Supervisor
 from lockstep.monitor.folder import ENVIRONMENT, RunFolder
+from lockstep.resuming.resuming import Resume
 from lockstep.training import start_run
 from lockstep.training.job import Job
-from lockstep.training.resuming import Resume
 from lockstep.training.start_run import SmallerBatches
 
 KILLED = [End(FailureKind.KILLED, "was killed by SIGKILL", 0.0)]

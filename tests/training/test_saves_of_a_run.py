@@ -24,10 +24,10 @@ from lockstep.checkpoint.storage import names_by_step
 from lockstep.cli.main import main
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.resuming.checkpoints import Checkpoints
+from lockstep.resuming.resuming import Resume
 from lockstep.training import job
-from lockstep.training.checkpoints import Checkpoints
 from lockstep.training.job import Job, run_job
-from lockstep.training.resuming import Resume
 
 
 def _config(folder: Path, **sections: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from kit.failures import fails
 
 from lockstep.core.errors import ConfigError
 from lockstep.core.files import exists_anew
-from lockstep.training import resuming
+from lockstep.resuming import resuming
 
 
 class Remembering:

@@ -18,11 +18,13 @@ from kit import small
 from kit.worlds import in_world
 
 import lockstep
+from lockstep.assembly import deciding
 from lockstep.checkpoint.local import LocalDraft, LocalStorage
 from lockstep.checkpoint.reading import Reader
 from lockstep.checkpoint.retention import Retention
 from lockstep.distributed.collectives import RankGroup
-from lockstep.training import assemble, deciding, job, publishing, resuming
+from lockstep.resuming import resuming
+from lockstep.training import assemble, job, publishing
 
 _PATIENCE_S = 5.0
 _BUSY: dict[str, tuple[Any, str, int]] = {

@@ -23,12 +23,12 @@ from lockstep.config.schema import Config
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.launch.ends import End
 from lockstep.launch.outcome import LaunchResult
+from lockstep.loop.out_of_memory import factors_of
+from lockstep.loop.session import components_of
 from lockstep.monitor.attempts import read_attempts
 from lockstep.resilience.faults import FAULTS, Fault, write_plan
 from lockstep.training import start_run
 from lockstep.training.job import Job
-from lockstep.training.out_of_memory import factors_of
-from lockstep.training.session import components_of
 from lockstep.training.start_run import SmallerBatches, decided, decision_of, train_as_rank
 
 MODELS = Path(__file__).with_name("out_of_memory_models.py")

@@ -179,7 +179,7 @@ def test_an_evaluation_set_with_fewer_classes_has_the_same_numbers(folder: Path)
     named = config(folder, "images")
     named["data"]["evaluation"]["held-out"]["split"] = "train[1:3]"
     with lockstep.session(named) as session:
-        from lockstep.training.session import components_of
+        from lockstep.loop.session import components_of
 
         source = components_of(session).evaluation.sets["held-out"]
         assert source.fetch(np.array([0, 1])).targets.tolist() == [1, 2]

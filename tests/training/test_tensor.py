@@ -17,7 +17,7 @@ from training import test_checkpoint_pairs as pairs
 from training.test_same_run import config
 
 import lockstep
-from lockstep.training.session import components_of
+from lockstep.loop.session import components_of
 
 SGD = {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 0.5}}  # it doesn't blow rounding up
 LOSS, SEQUENCE = {"loss_parallel": True}, {"sequence_parallel": True}

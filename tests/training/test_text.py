@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 import lockstep
 from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
+from lockstep.loop.text import codec_of
 from lockstep.training.finished_run import generate_text
-from lockstep.training.text import codec_of
 
 
 def tokenizer(folder: Path, template: str) -> str:

@@ -22,9 +22,9 @@ from lockstep.cli.main import main
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.records import StepReport, Verdict
 from lockstep.distributed.consensus import DeviceConsensus
+from lockstep.loop.readback import Readback
+from lockstep.loop.session import Session, components_of
 from lockstep.resilience.verdicts import DISCARD_LIMIT
-from lockstep.training.readback import Readback
-from lockstep.training.session import Session, components_of
 
 Weights = dict[str, np.ndarray]
 

@@ -18,7 +18,7 @@ from lockstep.checkpoint.reading import read_manifest
 from lockstep.cli.main import main
 from lockstep.core.errors import VerificationError
 from lockstep.core.failure_kinds import FailureKind
-from lockstep.training.ledger import audit
+from lockstep.loop.ledger import audit
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 import lockstep
 from lockstep.config.schema import ActivationCheckpointing, TransformerModel
 from lockstep.core.records import DataFacts
+from lockstep.loop.session import components_of
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.build import build_model
-from lockstep.training.session import components_of
 from lockstep.transforms.activation_checkpointing import RecomputeBlocks
 from lockstep.transforms.compiling import Compile
 from lockstep.transforms.order import apply_transforms, split_at
@@ -254,8 +254,8 @@ def test_a_copy_computes_with_its_own_weights() -> None:
 
 
 def test_a_block_s_logging_is_recorded_once() -> None:
+    from lockstep.assembly.parallelize import muted_logging
     from lockstep.monitor.metric_log import MetricLog, recording
-    from lockstep.training.parallelize import muted_logging
 
     model = Stack()
     options = ActivationCheckpointing(mode="full")

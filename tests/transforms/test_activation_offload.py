@@ -11,11 +11,11 @@ import torch
 from kit import small
 from torch import Tensor, nn
 
+from lockstep.assembly.user_objects import UserObjects
 from lockstep.config.schema import Config
 from lockstep.models.blocks import repeated_blocks
 from lockstep.simulation.ranks import simulated_rank
 from lockstep.training.assemble import assemble
-from lockstep.training.user_objects import UserObjects
 from lockstep.transforms import activation_offload
 from lockstep.transforms.activation_offload import ActivationsOnHost, OffloadActivations
 

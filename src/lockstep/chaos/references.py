@@ -16,13 +16,13 @@ from lockstep.checkpoint.reading import read_manifest
 from lockstep.config.every import Every
 from lockstep.core.errors import RunFailed
 from lockstep.data.bad_samples import BAD_NUMBERS
+from lockstep.loop.ledger import left_out_in
 from lockstep.monitor.attempts import read_attempts
 from lockstep.plan.batch import half
 from lockstep.resilience.faults import OOM, SHRINK
 from lockstep.resilience.number_faults import NAN
-from lockstep.training.ledger import left_out_in
-from lockstep.training.locations import choose, find
-from lockstep.training.resuming import Resume
+from lockstep.resuming.locations import choose, find
+from lockstep.resuming.resuming import Resume
 
 if TYPE_CHECKING:
     from lockstep.training.job import Job

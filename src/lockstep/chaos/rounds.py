@@ -28,6 +28,7 @@ from lockstep.config.every import Every
 from lockstep.core.errors import ConfigError, Failure, RunFailed, Stopped, VerificationError, message_of
 from lockstep.launch.devices import threads_per_rank
 from lockstep.launch.local import import_ahead
+from lockstep.loop.ledger import audit
 from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import METRICS
@@ -35,10 +36,9 @@ from lockstep.plan.schedule import LENGTHS
 from lockstep.resilience.disk_faults import DISK_KINDS, FLIP, SAMPLE
 from lockstep.resilience.faults import FAULTS, NETWORK_KINDS, OOM, STOP, Fault, events_of, write_plan
 from lockstep.resilience.number_faults import NAN
+from lockstep.resuming.locations import choose, find
 from lockstep.training.ahead import imports_ahead
 from lockstep.training.job import Job
-from lockstep.training.ledger import audit
-from lockstep.training.locations import choose, find
 from lockstep.training.start_run import launch_job
 
 if TYPE_CHECKING:

@@ -73,13 +73,13 @@ def _notes(loaded: LoadedConfig, of_round: Config) -> Iterator[str]:
 
 
 def _disturb(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
+    from lockstep.assembly.user_objects import UserObjects, refuse_given
     from lockstep.chaos.kinds import Cluster, applicable
     from lockstep.chaos.launchers import StopRequest
     from lockstep.chaos.namespaces import refuse_without_namespaces
     from lockstep.chaos.rounds import Settings, config_of_round, free_folder, run_rounds
     from lockstep.launch.devices import choose_ranks
     from lockstep.training.job import Job
-    from lockstep.training.user_objects import UserObjects, refuse_given
 
     refuse_given(loaded)
     launch = loaded.config.launch

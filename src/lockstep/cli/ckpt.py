@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lockstep.config.every import Every
     from lockstep.config.override import Override
     from lockstep.config.schema import Checkpoint
-    from lockstep.training.locations import CheckpointLocation
+    from lockstep.resuming.locations import CheckpointLocation
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -76,11 +76,11 @@ def _verify(arguments: Sequence[str]) -> int:
     which.add_argument("--all", action="store_true", help="every checkpoint")
     args = parser.parse_args(arguments)
 
+    from lockstep.assembly.weights import MODEL
     from lockstep.checkpoint.inspection import verify_all, verify_weights
     from lockstep.checkpoint.reading import verify
     from lockstep.cli import ckpt_text
-    from lockstep.training.locations import choose, find
-    from lockstep.training.weights import MODEL
+    from lockstep.resuming.locations import choose, find
 
     place = _all_of(args.run, "--all verifies") if args.all else find(args.run)
     chosen = choose(place, args.step)
@@ -109,7 +109,7 @@ def _audit(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
 
     from lockstep.cli import ckpt_text
-    from lockstep.training.ledger import audit
+    from lockstep.loop.ledger import audit
 
     place, name, manifest = _chosen(args)
     try:
@@ -137,7 +137,7 @@ def _diff(arguments: Sequence[str]) -> int:
 
     from lockstep.checkpoint.comparison import OpenCheckpoint, compare
     from lockstep.cli import ckpt_text
-    from lockstep.training.locations import choose, find
+    from lockstep.resuming.locations import choose, find
 
     paths = args.checkpoints * (1 if args.steps is None else 2)
     places = [find(path) for path in paths]
@@ -160,7 +160,7 @@ def _prune(arguments: Sequence[str]) -> int:
 
     from lockstep.checkpoint.inspection import prune, prune_moved_aside
     from lockstep.cli import ckpt_text
-    from lockstep.training.locations import lock_run
+    from lockstep.resuming.locations import lock_run
 
     place = _all_of(args.run, "prune deletes some of")
     wanted = {"keep_last": args.keep_last, "keep_every": args.keep_every}
@@ -213,8 +213,8 @@ def _import_run(args: argparse.Namespace, overrides: Sequence[Override]) -> int:
         raise ConfigError("--force is for files of weights; a run needs a new folder")
     loaded, name = approved_config([args.config], overrides, trusted=args.trust_run)
 
+    from lockstep.assembly.user_objects import refuse_given
     from lockstep.interop.runs import import_run
-    from lockstep.training.user_objects import refuse_given
 
     refuse_given(loaded)
     options = (args.step, args.sample, args.key, args.prefix)
@@ -272,7 +272,7 @@ def _every(text: str) -> Every:
 def _chosen(args: argparse.Namespace) -> tuple[CheckpointLocation, str, Manifest]:
     from lockstep.checkpoint.inspection import as_verification_error
     from lockstep.checkpoint.reading import read_manifest
-    from lockstep.training.locations import choose, find
+    from lockstep.resuming.locations import choose, find
 
     place = find(args.run)
     name = choose(place, args.step)
@@ -281,7 +281,7 @@ def _chosen(args: argparse.Namespace) -> tuple[CheckpointLocation, str, Manifest
 
 
 def _all_of(path: Path | str, does: str) -> CheckpointLocation:
-    from lockstep.training.locations import find
+    from lockstep.resuming.locations import find
 
     place = find(path)
     if place.name is not None:

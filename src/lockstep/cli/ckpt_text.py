@@ -19,7 +19,7 @@ from lockstep.core.formatting import counted
 if TYPE_CHECKING:
     from lockstep.checkpoint.comparison import Comparison, TensorDifference
     from lockstep.core.records import LeftOutSample
-    from lockstep.training.ledger import Audit
+    from lockstep.loop.ledger import Audit
 
 _MAX_VALUE = 100  # characters
 _MAX_LINES = 12  # of one kind

@@ -70,8 +70,8 @@ def _show(arguments: Sequence[str]) -> int:
     args, overrides = parser.parse(arguments)
     loaded, _ = approved_config(args.config, overrides, trusted=args.trust_run)
 
-    from lockstep.training.data_view import shown_data
-    from lockstep.training.user_objects import UserObjects, refuse_given
+    from lockstep.assembly.data_view import shown_data
+    from lockstep.assembly.user_objects import UserObjects, refuse_given
 
     refuse_given(loaded)
     for line in shown_data(loaded.config, UserObjects(trust_remote_code=args.trust_remote_code), args.samples):

@@ -93,8 +93,8 @@ def _calibrate(args: argparse.Namespace, loaded: LoadedConfig, _: str) -> int:
 
 
 def _measure_modes(args: argparse.Namespace, loaded: LoadedConfig, _: str) -> int:
+    from lockstep.assembly.user_objects import refuse_given
     from lockstep.simulation.planning import MODES_HEAD, measured_modes, mode_row
-    from lockstep.training.user_objects import refuse_given
 
     refuse_given(loaded)
     rows: list[dict[str, Any]] = []
@@ -117,9 +117,9 @@ def _with_ranks(loaded: LoadedConfig, cluster: GPUCluster) -> LoadedConfig:
 
 def _on_each(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     """Print a row for each cluster: the config's own strategy there, or with `--search` the best that fits."""
+    from lockstep.assembly.user_objects import refuse_given
     from lockstep.simulation.planning import ClusterRow, best_of, describe_clusters, estimator_for, row_on
     from lockstep.simulation.search import as_yaml, searched_on
-    from lockstep.training.user_objects import refuse_given
 
     refuse_given(loaded)
     rows, of = [], partial(searched_on, goal=args.goal) if args.search else row_on
@@ -144,9 +144,9 @@ def _on_each(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
 
 
 def _search(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
+    from lockstep.assembly.user_objects import refuse_given
     from lockstep.simulation.planning import estimator_for
     from lockstep.simulation.search import describe, search
-    from lockstep.training.user_objects import refuse_given
 
     refuse_given(loaded)
     [(cluster, price)] = _clusters(args)
@@ -165,8 +165,8 @@ def _search(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
 
 
 def _compare(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
+    from lockstep.assembly.user_objects import refuse_given
     from lockstep.simulation.planning import describe_compared, estimated, estimator_for
-    from lockstep.training.user_objects import refuse_given
 
     [(cluster, price)] = _clusters(args)
     other, other_name = approved_config(args.compare, (), trusted=args.trust_run)
@@ -183,9 +183,9 @@ def _compare(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
 
 
 def _plan(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
+    from lockstep.assembly.planning import plan_run
+    from lockstep.assembly.user_objects import refuse_given
     from lockstep.plan.plan import as_json, describe
-    from lockstep.training.planning import plan_run
-    from lockstep.training.user_objects import refuse_given
 
     trust = args.trust_remote_code
     cluster, price = _clusters(args)[0] if args.gpus else (None, None)

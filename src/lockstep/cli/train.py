@@ -87,8 +87,8 @@ def prepare(arguments: Sequence[str]) -> Prepared:
 def _train(args: argparse.Namespace, loaded: LoadedConfig, name: str, origin: Path | None) -> int:
     keep_freed_memory()  # before torch is imported, and inherited by the ranks
     from lockstep.monitor.folder import read_summary, recipe_of
-    from lockstep.training.locations import find
-    from lockstep.training.resuming import Resume
+    from lockstep.resuming.locations import find
+    from lockstep.resuming.resuming import Resume
     from lockstep.training.start_run import train
 
     forked = find(origin, trusted=args.trust_run).storage if origin is not None and args.fork is not None else None

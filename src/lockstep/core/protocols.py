@@ -4,7 +4,7 @@
     samples      GlobalBatch  forward and backward           reduction,         of an        observes,
                  + cursor                                    optimizer step     update       may request
 
-`training/assemble` and `training/parallelize` know which implementations exist.
+`training/assemble` and `assembly/parallelize` know which implementations exist.
 """
 
 from __future__ import annotations

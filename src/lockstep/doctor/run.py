@@ -50,8 +50,8 @@ from lockstep.launch.memory_folder import left_by
 from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import ENVIRONMENT, METRICS, held_by, is_finished, is_run, refuse_escaping_links
 from lockstep.report.run_data import RunData, read_run
-from lockstep.training.locations import run_config, storage_of
-from lockstep.training.memory_snapshots import snapshots_in
+from lockstep.resuming.locations import run_config, storage_of
+from lockstep.resuming.memory_snapshots import snapshots_in
 
 _SHORTEST_HANG_S = 10.0
 _MOST_SURVIVED = 5  # failures in a note

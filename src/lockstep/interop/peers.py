@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.assembly.weights import FILE, save_tensors
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.near_runs import BESIDE
 from lockstep.interop.dcp import is_dcp, read_dcp
@@ -33,7 +34,6 @@ from lockstep.models.weight_files import (
     refuse_part,
     unwrapped,
 )
-from lockstep.training.weights import FILE, save_tensors
 
 _TRAINER_STATE = "trainer_state.json"
 _PARTS = ("", "pytorch_model_fsdp_0", "optimizer_0")

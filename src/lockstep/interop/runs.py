@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.assembly.user_objects import UserObjects
 from lockstep.config.schema import Config, Parallel
 from lockstep.config.trust import recorded
 from lockstep.core.errors import ConfigError, Problem, RunFailed
@@ -25,18 +26,17 @@ from lockstep.core.records import TrainingState
 from lockstep.core.terminal import command_line
 from lockstep.interop.peer_optimizer import ENTRIES, PeerCheckpoint, PeerOptimizer, moments, named_optimizer
 from lockstep.interop.peers import read_peer
+from lockstep.loop.ledger import imported_ledger, order_of
+from lockstep.loop.session import Session, components_of
 from lockstep.models.weight_matching import WeightMatch, match_weights
 from lockstep.monitor.environment import describe
 from lockstep.monitor.folder import CONFIG, ENVIRONMENT, RunFolder, is_run
 from lockstep.optim.groups import parameter_groups
 from lockstep.plan.schedule import fraction_done, is_finished
-from lockstep.training.checkpoints import Checkpoints
+from lockstep.resuming.checkpoints import Checkpoints
+from lockstep.resuming.locations import storage_of
+from lockstep.resuming.resuming import Resume
 from lockstep.training.job import opened
-from lockstep.training.ledger import imported_ledger, order_of
-from lockstep.training.locations import storage_of
-from lockstep.training.resuming import Resume
-from lockstep.training.session import Session, components_of
-from lockstep.training.user_objects import UserObjects
 
 
 @dataclass(frozen=True, slots=True)

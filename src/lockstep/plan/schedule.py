@@ -36,7 +36,7 @@ def learning_rate(optim: Optim, schedule: Schedule, done: float, step: int, step
     update W has the peak. x is the fraction of the time after the warmup that is over, (done - w) / (1 - w), where w
     is the warmup's fraction of the run; with f = `final_ratio`:
 
-        constant, plateau      1; evaluations lower `optim.lr` of a plateau (`training.plateau`)
+        constant, plateau      1; evaluations lower `optim.lr` of a plateau (`loop.plateau`)
         linear                 1 - (1 - f) x
         cosine                 f + (1 - f) (1 + cos(pi x)) / 2      Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5
         polynomial             f + (1 - f) (1 - x)^power                    as transformers' schedules of these names

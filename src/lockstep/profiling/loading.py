@@ -8,26 +8,31 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
+from torch.utils.data import Subset
 
+from lockstep.assembly.planning import memory_here
+from lockstep.assembly.sources import make_objective, open_sources, users_model
+from lockstep.assembly.user_objects import UserObjects, refuse_given
 from lockstep.core import formatting
 from lockstep.core.formatting import short_time
 from lockstep.core.progress import Progress
+from lockstep.core.protocols import Source
+from lockstep.data.bad_samples import SkippingSource
+from lockstep.data.custom import ItemSource
 from lockstep.data.fetching import fetch
 from lockstep.data.loader import TrainingLoader
-from lockstep.data.stages import TimeIsUp, items_timed
+from lockstep.data.sources import PreparedSource
 from lockstep.launch.devices import choose_ranks, count_cores
 from lockstep.models.build import parameter_facts, sketch_model
 from lockstep.monitor.folder import is_run
 from lockstep.plan.plan import Machine, make_plan
 from lockstep.report.rank_history import read_rank_history
-from lockstep.training.planning import memory_here
-from lockstep.training.sources import make_objective, open_sources, users_model
-from lockstep.training.user_objects import UserObjects, refuse_given
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -312,3 +317,47 @@ def data_lines(profile: DataProfile) -> Iterator[str]:
         yield f"the model's updates need {formatting.short(profile.needed)} samples/s on this rank"
     if profile.recommended is not None:
         yield f"recommended: data.loader.workers: {profile.recommended} ({profile.reason})"
+
+
+class TimeIsUp(BaseException):
+    """The time for reading samples is over. No `except Exception` of a dataset catches it."""
+
+
+class _TimedItems:
+    def __init__(self, dataset: Any, deadline: float) -> None:
+        self._dataset = dataset
+        self._deadline = deadline
+        self.items: list[tuple[int, float]] = []
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        began = time.perf_counter()
+        if began > self._deadline:
+            raise TimeIsUp
+        item = self._dataset[index]
+        self.items.append((index, time.perf_counter() - began))
+        return item
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        dataset = self._dataset
+        if isinstance(dataset, Subset) and not callable(getattr(type(dataset.dataset), "__getitems__", None)):
+            return [self[index] for index in indices]  # as it does itself
+        return dataset.__getitems__(indices)
+
+
+@contextmanager
+def items_timed(source: Source, deadline: float) -> Iterator[list[tuple[int, float]]]:
+    """Yield the list of (index, seconds) of the items that are read in the block; others than items aren't timed.
+
+    Raises TimeIsUp if an item is read after the deadline, on time.perf_counter.
+    """
+    while isinstance(source, PreparedSource | SkippingSource):
+        source = source.source
+    if not isinstance(source, ItemSource):
+        yield []
+        return
+    timed = _TimedItems(source.dataset, deadline)
+    with patch.object(source, "dataset", timed):
+        yield timed.items

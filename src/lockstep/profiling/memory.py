@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from lockstep.assembly.user_objects import refuse_given
 from lockstep.core.formatting import aligned, counted, size
 from lockstep.plan.modules import joined, list_of, row_of
 from lockstep.simulation.memory import CATEGORIES, HEADS, Category, Peak
 from lockstep.simulation.planning import MeasuredMemory, measured_beside_predicted
-from lockstep.training.user_objects import refuse_given
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig

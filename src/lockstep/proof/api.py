@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack
 
+from lockstep.assembly.user_objects import Objects, UserObjects, user_objects
 from lockstep.core.errors import ConfigError
 from lockstep.core.ranks import names_a_rank
 from lockstep.launch.devices import count_accelerators
@@ -17,7 +18,6 @@ from lockstep.proof.runner import run_plan
 from lockstep.strategies.fsdp import Precise
 from lockstep.strategies.registry import AUTO, find_strategy
 from lockstep.training.api import ConfigLike, resolved
-from lockstep.training.user_objects import Objects, UserObjects, user_objects
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config

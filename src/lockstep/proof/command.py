@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep import __version__
+from lockstep.assembly.user_objects import UserObjects, refuse_given
 from lockstep.core.errors import ConfigError, RunFailed, VerificationError
 from lockstep.core.files import write_atomically
 from lockstep.core.formatting import counted
@@ -18,7 +19,6 @@ from lockstep.proof.rows import HEAD, Row, cells, explanation, explanations, lin
 from lockstep.proof.tolerances import TOLERANCES
 from lockstep.report.facts import date
 from lockstep.report.html import render
-from lockstep.training.user_objects import UserObjects, refuse_given
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig

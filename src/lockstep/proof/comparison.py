@@ -20,18 +20,18 @@ from safetensors.torch import save_file
 from lockstep.core.errors import RunFailed
 from lockstep.data.order import MODULUS
 from lockstep.distributed.shard_boxes import is_sharded
+from lockstep.loop.session import components_of
 from lockstep.models.weight_files import read_weights
 from lockstep.proof.evidence import Evidence, StepComparison, TensorComparison, UpdateRecord
 from lockstep.proof.rank_dependence import design_notes, disable_dropout, measured_causes
 from lockstep.proof.tolerances import EPS, NEGLIGIBLE_GRADIENT, NORMALIZING_OPTIMIZERS, Tolerance
 from lockstep.training.publishing import publish
-from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.core.records import GlobalBatch, StepReport
-    from lockstep.training.session import Session
+    from lockstep.loop.session import Session
 
 Tamper = Callable[["Session"], None]
 _STEPS, _MEASURED = "steps.json", "measured.json"

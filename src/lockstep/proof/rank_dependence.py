@@ -21,16 +21,16 @@ from lockstep.config.schema import Loader
 from lockstep.core.formatting import listed
 from lockstep.data.fetching import FetchRequest, fetch
 from lockstep.data.loader import evaluation_batches
+from lockstep.loop.session import components_of
 from lockstep.optim.precision import resolve_compute
 from lockstep.strategies.registry import find_strategy
-from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.core.protocols import Source
     from lockstep.core.records import Batch
-    from lockstep.training.session import Session
+    from lockstep.loop.session import Session
 
 _DROPOUT_WORDS = ("drop", "jitter")
 _MAX_DROPOUTS = 4

@@ -34,9 +34,9 @@ from lockstep.proof.tolerances import TOLERANCES
 from lockstep.training.ahead import imports_ahead
 
 if TYPE_CHECKING:
+    from lockstep.assembly.user_objects import UserObjects
     from lockstep.distributed.process_group import World
     from lockstep.proof.comparison import Tamper
-    from lockstep.training.user_objects import UserObjects
 
 _FAILURE_WAIT_S = 30.0
 _FAILED, _NOTES, _CRASHED, _LOGS, _REASON = "failed", "notes.json", "crashed", "logs-", "reason.txt"

@@ -15,8 +15,8 @@ from lockstep.simulation.failing import Unpredictable
 from lockstep.simulation.planning import estimator_of
 
 if TYPE_CHECKING:
+    from lockstep.assembly.deciding import Question
     from lockstep.plan.choosing import Decision
-    from lockstep.training.deciding import Question
 
 
 def answer(question: Question) -> Decision | str:

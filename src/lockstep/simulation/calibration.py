@@ -25,6 +25,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from lockstep.assembly.user_objects import UserObjects
 from lockstep.config.schema import Config, Launch
 from lockstep.core.errors import RunFailed
 from lockstep.core.terminal import muted_stderr
@@ -38,7 +39,6 @@ from lockstep.simulation.planning import estimator_of
 from lockstep.simulation.timing import collective_seconds, operation_seconds
 from lockstep.simulation.trace import NO_KERNEL, Operation, Sent, StepTrace, operation_of
 from lockstep.training.job import opened
-from lockstep.training.user_objects import UserObjects
 
 _SIDES = (16, 64, 256, 1024)  # of matrices
 _LENGTHS, _HEADS, _TOKENS = (32, 128, 512), (16, 32, 64, 128), 2048  # of attention

@@ -27,6 +27,7 @@ from lockstep.simulation.updates import UPDATES, peak_of_rank
 from lockstep.strategies.registry import AUTO, REFERENCE, find_strategy, strategies, written_name
 
 if TYPE_CHECKING:
+    from lockstep.assembly.user_objects import UserObjects
     from lockstep.config.schema import Config
     from lockstep.core.records import DataFacts, ParameterFacts
     from lockstep.plan.choosing import Decision
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from lockstep.simulation.memory import Peak
     from lockstep.simulation.timing import StepTime
     from lockstep.strategies.record import Strategy, Variant
-    from lockstep.training.user_objects import UserObjects
 
 _MICRO_BATCHES = 2  # with more, an update takes longer and holds nothing more
 _STRATEGY = "parallel.strategy"

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.assembly.sources import task_of
 from lockstep.config.schema import CustomData, HuggingFaceData, HuggingFaceModel, Tokens
 from lockstep.config.training_sections import PAIRS
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.records import LANGUAGE_MODEL, Batch, DataFacts
 from lockstep.data.sources import check_task
 from lockstep.models.heads import head_of
-from lockstep.training.sources import task_of
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config

@@ -21,6 +21,11 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 import torch
 from torch import nn
 
+from lockstep.assembly.adapters import lower_frozen
+from lockstep.assembly.companion import companion_facts
+from lockstep.assembly.deciding import decides
+from lockstep.assembly.planning import data_facts, memory_here
+from lockstep.assembly.user_objects import Objects, UserObjects, user_objects
 from lockstep.config.training_sections import Memory
 from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, OutOfMemory, Paused, RunFailed, Stopped
@@ -31,6 +36,7 @@ from lockstep.core.terminal import muted_stderr
 from lockstep.distributed.memory import peak_memory
 from lockstep.launch.devices import choose_ranks, count_accelerators
 from lockstep.launch.local import launch
+from lockstep.loop.session import components_of
 from lockstep.models.build import parameter_facts, sketch_model
 from lockstep.plan.gpus import parse_cluster, parse_price
 from lockstep.plan.stated_facts import facts_of_config, sizes_of_config
@@ -41,24 +47,18 @@ from lockstep.simulation.made_up import made_up_texts
 from lockstep.simulation.memory import CATEGORIES, HEADS, MemoryLedger, Peak, Watched, resizes_seen
 from lockstep.simulation.timing import SHARES, StepTime
 from lockstep.simulation.updates import run_updates
-from lockstep.training.adapters import lower_frozen
 from lockstep.training.ahead import imports_ahead
 from lockstep.training.api import resolved
-from lockstep.training.companion import companion_facts
-from lockstep.training.deciding import decides
 from lockstep.training.job import opened
-from lockstep.training.planning import data_facts, memory_here
-from lockstep.training.session import components_of
-from lockstep.training.user_objects import Objects, UserObjects, user_objects
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
+    from lockstep.loop.session import Session
     from lockstep.plan.choosing import Decision
     from lockstep.plan.gpus import GPUCluster, Price
     from lockstep.plan.plan import Plan
     from lockstep.training.api import ConfigLike
-    from lockstep.training.session import Session
 
 Extent = Literal["all", "planned"]
 """The strategies to simulate."""

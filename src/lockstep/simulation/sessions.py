@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Unpack
 
+from lockstep.assembly.user_objects import Objects, user_objects
 from lockstep.simulation.ranks import SimulatedRank, simulated_rank
 from lockstep.training.api import resolved
 from lockstep.training.assemble import assemble
-from lockstep.training.user_objects import Objects, user_objects
 
 if TYPE_CHECKING:
+    from lockstep.loop.session import Session
     from lockstep.training.api import ConfigLike
-    from lockstep.training.session import Session
 
 
 @contextmanager

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from lockstep.core.progress import Progress
+from lockstep.loop.components import Purpose
+from lockstep.loop.session import components_of
 from lockstep.simulation import device
 from lockstep.simulation.memory import MemoryLedger, Peak, module_of, resizes_seen
 from lockstep.simulation.ranks import simulated_rank
 from lockstep.simulation.trace import recorded
 from lockstep.training.assemble import assemble
-from lockstep.training.components import Purpose
-from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
+    from lockstep.assembly.user_objects import UserObjects
     from lockstep.config.schema import Config
+    from lockstep.loop.session import Session
     from lockstep.simulation.memory import Category
     from lockstep.simulation.trace import StepTrace
-    from lockstep.training.session import Session
-    from lockstep.training.user_objects import UserObjects
 
 UPDATES = 2
 """The first makes the optimizer's state."""

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
 from torch import nn
 
+from lockstep.assembly.user_objects import Objects, UserObjects, refuse_missing, user_objects
+from lockstep.assembly.weights import load_weights
 from lockstep.config.known_runs import run_of
 from lockstep.config.loading import load, validate
 from lockstep.config.reading import read_file, to_python
@@ -30,13 +32,11 @@ from lockstep.core.ranks import names_a_rank
 from lockstep.launch.local import refuse_import_of_script
 from lockstep.launch.other_launchers import refuse_rank_count
 from lockstep.launch.outcome import print_on_stderr
+from lockstep.loop.session import Session
 from lockstep.monitor.metric_log import MetricLog, recording
+from lockstep.resuming.rescue import rescuing
+from lockstep.resuming.resuming import Resume
 from lockstep.training.job import Finished, Job, opened, run_job
-from lockstep.training.rescue import rescuing
-from lockstep.training.resuming import Resume
-from lockstep.training.session import Session
-from lockstep.training.user_objects import Objects, UserObjects, refuse_missing, user_objects
-from lockstep.training.weights import load_weights
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig

@@ -15,6 +15,23 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
+from lockstep.assembly.adapters import base_of, lower_frozen, quantize_base
+from lockstep.assembly.companion import companion_facts, companion_identity, placed, whole_companion
+from lockstep.assembly.deciding import machine_of
+from lockstep.assembly.flops import training_flops
+from lockstep.assembly.parallelize import (
+    WholeModel,
+    build_engine,
+    computed_objective,
+    consensus_of,
+    keyed_draws,
+    load_builder,
+    packed_apart,
+    parallelize,
+    tensor_plan_of,
+)
+from lockstep.assembly.sources import make_objective, open_sources, prepared, users_model
+from lockstep.assembly.user_objects import UserObjects, user_transforms
 from lockstep.checkpoint.manifest import ELEMENT_BYTES
 from lockstep.config.schema import Model
 from lockstep.core.errors import ConfigError, Problem
@@ -22,6 +39,11 @@ from lockstep.core.records import DataFacts
 from lockstep.data.loader import TrainingLoader, first_batch
 from lockstep.distributed.rng import seed_everything
 from lockstep.engine.input_names import refuse_unknown_names
+from lockstep.loop.components import Components, EvaluationParts, Purpose, Rate, UpdateParts
+from lockstep.loop.plateau import PlateauRate
+from lockstep.loop.readback import Readback
+from lockstep.loop.session import Session
+from lockstep.loop.text import Answers
 from lockstep.models.attention_masks import decide_masks, refuse_packed, without_full_mask
 from lockstep.models.build import build_meta_model, build_model, parameter_facts, sketch_model
 from lockstep.models.building_objectives import coupling, lone_samples
@@ -39,30 +61,8 @@ from lockstep.optim.precision import LossScaler, resolve_compute, set_tf32
 from lockstep.plan.choosing import choose_strategy
 from lockstep.plan.plan import make_plan
 from lockstep.plan.schedule import learning_rate
+from lockstep.resuming.checkpoints import checkpoints_in
 from lockstep.sharding import ModelState
-from lockstep.training.adapters import base_of, lower_frozen, quantize_base
-from lockstep.training.answers import Answers
-from lockstep.training.checkpoints import checkpoints_in
-from lockstep.training.companion import companion_facts, companion_identity, placed, whole_companion
-from lockstep.training.components import Components, EvaluationParts, Purpose, Rate, UpdateParts
-from lockstep.training.deciding import machine_of
-from lockstep.training.flops import training_flops
-from lockstep.training.parallelize import (
-    WholeModel,
-    build_engine,
-    computed_objective,
-    consensus_of,
-    keyed_draws,
-    load_builder,
-    packed_apart,
-    parallelize,
-    tensor_plan_of,
-)
-from lockstep.training.plateau import PlateauRate
-from lockstep.training.readback import Readback
-from lockstep.training.session import Session
-from lockstep.training.sources import make_objective, open_sources, prepared, users_model
-from lockstep.training.user_objects import UserObjects, user_transforms
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config, Optim, Run, Schedule

@@ -23,6 +23,19 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from lockstep.assembly.adapters import PLAIN, adapter_in, merged
+from lockstep.assembly.sources import facts_of_data, make_model
+from lockstep.assembly.user_objects import UserObjects
+from lockstep.assembly.weights import (
+    FILE,
+    add_tokenizer,
+    save_adapter,
+    save_for_transformers,
+    save_tensors,
+    tensors_of,
+    to_rebuild,
+    tokenizer_of,
+)
 from lockstep.checkpoint.manifest import CorruptCheckpoint, Manifest
 from lockstep.checkpoint.reading import Reader, read_manifest
 from lockstep.checkpoint.retention import Retention
@@ -37,29 +50,16 @@ from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.files import replacing_file, replacing_folder
 from lockstep.core.progress import Progress
 from lockstep.core.records import DataFacts
+from lockstep.loop.ledger import segments_in
 from lockstep.models.model_tensors import model_tensors
 from lockstep.models.transformers_models import is_transformers_model, trainer_decays
 from lockstep.models.weight_files import Weights
 from lockstep.models.weight_matching import match_weights
 from lockstep.optim.groups import parameter_groups
 from lockstep.plan.schedule import fraction_done, horizon, learning_rate
-from lockstep.training.adapters import PLAIN, adapter_in, merged
-from lockstep.training.checkpoints import TRANSFORMS
-from lockstep.training.ledger import segments_in
-from lockstep.training.locations import CheckpointLocation, choose, find
+from lockstep.resuming.checkpoints import TRANSFORMS
+from lockstep.resuming.locations import CheckpointLocation, choose, find
 from lockstep.training.model_card import HubTarget, card_for
-from lockstep.training.sources import facts_of_data, make_model
-from lockstep.training.user_objects import UserObjects
-from lockstep.training.weights import (
-    FILE,
-    add_tokenizer,
-    save_adapter,
-    save_for_transformers,
-    save_tensors,
-    tensors_of,
-    to_rebuild,
-    tokenizer_of,
-)
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage

@@ -10,22 +10,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lockstep.assembly.adapters import dequantized
+from lockstep.assembly.sources import facts_of_data, make_model
+from lockstep.assembly.user_objects import UserObjects
+from lockstep.assembly.weights import MODEL, load_weights, to_rebuild
 from lockstep.config.schema import HuggingFaceModel
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks
 from lockstep.launch.local import launch
+from lockstep.loop.components import Purpose
+from lockstep.loop.session import components_of
+from lockstep.resuming.locations import loaded_config
 from lockstep.strategies.registry import AUTO, find_strategy
-from lockstep.training.adapters import dequantized
 from lockstep.training.ahead import imports_ahead
-from lockstep.training.components import Purpose
 from lockstep.training.job import opened
-from lockstep.training.locations import loaded_config
-from lockstep.training.session import components_of
-from lockstep.training.sources import facts_of_data, make_model
-from lockstep.training.user_objects import UserObjects
-from lockstep.training.weights import MODEL, load_weights, to_rebuild
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -115,9 +115,9 @@ def generate_text(
     """
     import torch
 
+    from lockstep.loop.text import codec_of, continuations
     from lockstep.models.build import build_meta_model
     from lockstep.models.generation import Sampling
-    from lockstep.training.text import codec_of, continuations
 
     config = _with_model_of_folder(to_rebuild(loaded_config(run), trusted=trust_run), run / MODEL)
     given = UserObjects(trust_remote_code=trust_remote_code)

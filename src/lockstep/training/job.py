@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.assembly.user_objects import UserObjects, transform_names
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.loading import validate
 from lockstep.config.schema import Config
@@ -35,6 +36,11 @@ from lockstep.launch.other_launchers import launch_environment
 from lockstep.launch.outside_watch import watched_from_outside
 from lockstep.launch.rank import append
 from lockstep.launch.streams import log_path
+from lockstep.loop.attempt import record_attempt, run_info
+from lockstep.loop.components import Purpose
+from lockstep.loop.out_of_memory import explain, factors_of
+from lockstep.loop.session import Session, components_of, evaluation_weights, ledger_of
+from lockstep.loop.text import codec_of, continuations
 from lockstep.models.generation import Sampling
 from lockstep.monitor import metric_log
 from lockstep.monitor.attempts import last_sign, read_attempts
@@ -48,23 +54,17 @@ from lockstep.optim.precision import autocast_context, resolve_compute
 from lockstep.resilience.faults import plant
 from lockstep.resilience.memory_faults import Trained
 from lockstep.resilience.signals import run_signals
+from lockstep.resuming.checkpoints import TRANSFORMS, Checkpoints
+from lockstep.resuming.locations import readable_manifest, run_config, storage_of
+from lockstep.resuming.memory_snapshots import snapshots_in
+from lockstep.resuming.ownership import BEGUN, FOLDER, folder_of_launch, keep, kept, resumed, run_folder_for
+from lockstep.resuming.resuming import Resume, a_checkpoint_follows
+from lockstep.resuming.rollbacks import Rollback, leave_out_windows, report_rollbacks, rollbacks_of
 from lockstep.strategies.registry import find_strategy, uses_ranks
 from lockstep.training.assemble import assemble
-from lockstep.training.attempt import record_attempt, run_info
-from lockstep.training.checkpoints import TRANSFORMS, Checkpoints
-from lockstep.training.components import Purpose
-from lockstep.training.locations import readable_manifest, run_config, storage_of
-from lockstep.training.memory_snapshots import snapshots_in
 from lockstep.training.monitoring import Meters, UserLogs, make_monitors, refuse_missing_packages, started
-from lockstep.training.out_of_memory import explain, factors_of
-from lockstep.training.ownership import BEGUN, FOLDER, folder_of_launch, keep, kept, resumed, run_folder_for
 from lockstep.training.publishing import publish, write_report
-from lockstep.training.resuming import Resume, a_checkpoint_follows
-from lockstep.training.rollbacks import Rollback, leave_out_windows, report_rollbacks, rollbacks_of
 from lockstep.training.run import Results, SaveFailed, run
-from lockstep.training.session import Session, components_of, evaluation_weights, ledger_of
-from lockstep.training.text import codec_of, continuations
-from lockstep.training.user_objects import UserObjects, transform_names
 
 _SAMPLE_TOKENS = 200
 _SAMPLE_TEMPERATURE = 0.8

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from lockstep.assembly.user_objects import user_monitors, user_trackers
 from lockstep.config.writing import to_public
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, Problem
@@ -15,6 +16,7 @@ from lockstep.core.records import Request
 from lockstep.core.tracking import TrackedRun, Tracker
 from lockstep.distributed.collective_meter import CollectiveMeter
 from lockstep.distributed.memory import memory_gauges
+from lockstep.loop.session import components_of
 from lockstep.monitor import history
 from lockstep.monitor.console import Console
 from lockstep.monitor.events import EventLog
@@ -28,17 +30,15 @@ from lockstep.monitor.prometheus import PrometheusEndpoint
 from lockstep.monitor.rank_meters import MeterFiles, RankMeters
 from lockstep.monitor.tensorboard import TensorBoard
 from lockstep.monitor.trackers import TrackerMonitor
-from lockstep.training.session import components_of
-from lockstep.training.user_objects import user_monitors, user_trackers
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from lockstep.assembly.user_objects import UserObjects
     from lockstep.config.schema import Config
     from lockstep.core.records import RunInfo, StepReport
-    from lockstep.training.checkpoints import Checkpoints
-    from lockstep.training.session import Session
-    from lockstep.training.user_objects import UserObjects
+    from lockstep.loop.session import Session
+    from lockstep.resuming.checkpoints import Checkpoints
 
 
 class UserLogs:

@@ -22,15 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core import checksums
-from lockstep.core.adapters import ADAPTER_FILE
-from lockstep.core.errors import RunFailed
-from lockstep.core.files import flush, replace_folder, temporary
-from lockstep.distributed.collectives import from_first_rank
-from lockstep.models.blocks import repeated_blocks
-from lockstep.models.transformers_models import converts_weights, is_transformers_model, own_classes, quiet
-from lockstep.training.session import components_of, evaluation_weights
-from lockstep.training.weights import (
+from lockstep.assembly.weights import (
     FILE,
     INDEX,
     MODEL,
@@ -41,14 +33,22 @@ from lockstep.training.weights import (
     tokenizer_of,
     write_tensors,
 )
+from lockstep.core import checksums
+from lockstep.core.adapters import ADAPTER_FILE
+from lockstep.core.errors import RunFailed
+from lockstep.core.files import flush, replace_folder, temporary
+from lockstep.distributed.collectives import from_first_rank
+from lockstep.loop.session import components_of, evaluation_weights
+from lockstep.models.blocks import repeated_blocks
+from lockstep.models.transformers_models import converts_weights, is_transformers_model, own_classes, quiet
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from lockstep.loop.components import Components
+    from lockstep.loop.session import Session
     from lockstep.models.model_tensors import ModelTensors
     from lockstep.sharding.partition import Spec
-    from lockstep.training.components import Components
-    from lockstep.training.session import Session
 
 _log = logging.getLogger("lockstep")
 MAX_FILE_BYTES = 5 * 10**9  # the default max_shard_size of the transformers library before version 5

@@ -19,16 +19,16 @@ from lockstep.core.errors import Paused, ReplicasDiffer, RolledBack, RunFailed, 
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.records import EvaluationReport, Request, SaveReport, StepReport
 from lockstep.distributed.process_group import is_timeout
+from lockstep.loop.bad_updates import RollbackDue
+from lockstep.loop.evaluate import EvaluationStopped
+from lockstep.loop.replicas import CORRUPTED, StateNotFinite, difference
+from lockstep.loop.session import Session, components_of, updates_of
 from lockstep.resilience.notices import watched_notice
 from lockstep.resilience.signals import RunSignals, run_signals
 from lockstep.resilience.verdicts import NoTargets, NothingLearned
-from lockstep.training.bad_updates import RollbackDue
-from lockstep.training.checkpoints import Checkpoints
-from lockstep.training.evaluate import EvaluationStopped
-from lockstep.training.replicas import CORRUPTED, StateNotFinite, difference
-from lockstep.training.rescue import rescuing
-from lockstep.training.rollbacks import recorded
-from lockstep.training.session import Session, components_of, updates_of
+from lockstep.resuming.checkpoints import Checkpoints
+from lockstep.resuming.rescue import rescuing
+from lockstep.resuming.rollbacks import recorded
 
 if TYPE_CHECKING:
     from lockstep.core.progress import Progress

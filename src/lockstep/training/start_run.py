@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from lockstep.assembly.user_objects import UserObjects, refuse_given
 from lockstep.checkpoint.storage import names_by_step
 from lockstep.config.writing import to_plain
 from lockstep.core.errors import ConfigError, Failure, Problem, RunFailed
@@ -36,19 +37,18 @@ from lockstep.launch.other_launchers import interface_variables
 from lockstep.launch.outcome import LaunchResult, print_on_stderr
 from lockstep.launch.rendezvous import connected_hosts
 from lockstep.launch.supervision import BY_KERNEL, Rounds, Supervisor
+from lockstep.loop.out_of_memory import advice, memory_factors
 from lockstep.monitor.attempts import read_attempts
 from lockstep.monitor.folder import ATTEMPTS, CONFIG, LOGS, METRICS, RunFolder, is_finished, read_summary, recipe_of
 from lockstep.plan.batch import half
 from lockstep.plan.plan import check_on_ranks
 from lockstep.plan.schedule import LENGTHS, used_of_budget
+from lockstep.resuming.locations import CheckpointLocation, choose, readable_manifest, run_config, storage_of
+from lockstep.resuming.memory_snapshots import after_last_round, left_on_host, snapshots_in
+from lockstep.resuming.ownership import other_settings, run_folder_for
+from lockstep.resuming.resuming import Resume, epoch_samples_in
 from lockstep.training.ahead import import_on_cpu, imports_ahead
 from lockstep.training.job import Job, run_job
-from lockstep.training.locations import CheckpointLocation, choose, readable_manifest, run_config, storage_of
-from lockstep.training.memory_snapshots import after_last_round, left_on_host, snapshots_in
-from lockstep.training.out_of_memory import advice, memory_factors
-from lockstep.training.ownership import other_settings, run_folder_for
-from lockstep.training.resuming import Resume, epoch_samples_in
-from lockstep.training.user_objects import UserObjects, refuse_given
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from lockstep.core.protocols import Axis
     from lockstep.core.records import TrainingState
-    from lockstep.training.components import Components
+    from lockstep.loop.components import Components
 
 _NAMED = 3
 CORRUPTED = "the cause is memory or a device that corrupts data, or code that changes parameters on one rank"

@@ -27,18 +27,17 @@ from lockstep.core.phase_clock import Phase
 from lockstep.core.process_settings import paused_collection
 from lockstep.core.records import Request, SaveReport, TrainingState
 from lockstep.distributed.user_collectives import print_once
+from lockstep.loop.components import Saves
+from lockstep.loop.evaluations import Evaluations, Trigger
+from lockstep.loop.replicas import refuse_not_finite
+from lockstep.loop.session import Session, components_of
 from lockstep.monitor.history import HistoryFiles
 from lockstep.monitor.jsonl import finite
-from lockstep.training.components import Saves
-from lockstep.training.evaluations import Evaluations
-from lockstep.training.locations import storage_at
-from lockstep.training.memory_snapshots import MemorySnapshots
-from lockstep.training.ownership import refuse_other_run
-from lockstep.training.replicas import refuse_not_finite
-from lockstep.training.requests import Trigger
-from lockstep.training.rescue import Rescue
-from lockstep.training.resuming import Resume, check_state, lock_storage, refuse_local_storage, restore, set_back
-from lockstep.training.session import Session, components_of
+from lockstep.resuming.locations import storage_at
+from lockstep.resuming.memory_snapshots import MemorySnapshots
+from lockstep.resuming.ownership import refuse_other_run
+from lockstep.resuming.rescue import Rescue
+from lockstep.resuming.resuming import Resume, check_state, lock_storage, refuse_local_storage, restore, set_back
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage

@@ -18,12 +18,12 @@ from lockstep.core.records import LeftOutSample, Request
 from lockstep.data.bad_samples import BAD_NUMBERS, CONFIGURED
 from lockstep.data.sources import skipping_part
 from lockstep.distributed.user_collectives import print_once
-from lockstep.training.ledger import left_out_in
+from lockstep.loop.ledger import left_out_in
 
 if TYPE_CHECKING:
     from lockstep.core.records import GlobalBatch
     from lockstep.data.bad_samples import SkippingSource
-    from lockstep.training.components import Components, FailureState
+    from lockstep.loop.components import Components, FailureState
 
 _LIMIT = "data.bad_samples.limit"
 _MOST_LISTED = 20

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lockstep.assembly.adapters import continues, identity_of, identity_of_values, lower_frozen
+from lockstep.assembly.parallelize import WholeModel, parallelize, tensor_plan_of
 from lockstep.config.schema import ActivationCheckpointing, HuggingFaceModel
 from lockstep.config.training_sections import INITIAL
 from lockstep.core.errors import ConfigError, Problem
@@ -22,8 +24,6 @@ from lockstep.models.model_tensors import model_tensors
 from lockstep.models.weight_matching import match_initial_weights
 from lockstep.optim.absent import NoOptimizer
 from lockstep.strategies.registry import REFERENCE, find_strategy
-from lockstep.training.adapters import continues, identity_of, identity_of_values, lower_frozen
-from lockstep.training.parallelize import WholeModel, parallelize, tensor_plan_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from lockstep.assembly.user_objects import UserObjects
     from lockstep.config.schema import Config, Model
     from lockstep.core.protocols import Axis
     from lockstep.core.records import DataFacts, Inputs, ParameterFacts
     from lockstep.distributed.process_group import World
     from lockstep.plan.plan import Plan
-    from lockstep.training.user_objects import UserObjects
 
 _KEY = "objective.companion"
 

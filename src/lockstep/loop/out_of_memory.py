@@ -16,11 +16,11 @@ from lockstep.core.control_groups import SHARED_MEMORY
 from lockstep.core.errors import OutOfMemory
 from lockstep.core.formatting import size
 from lockstep.core.out_of_memory import error_location, lacks_shared_memory, out_of_memory_cause, requested_bytes
+from lockstep.loop.session import components_of
 from lockstep.models.blocks import repeated_blocks
 from lockstep.models.building_objectives import least_samples
 from lockstep.plan.batch import half, smallest_micro_batch
 from lockstep.strategies.registry import AUTO, find_strategy
-from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.core.control_groups import MemoryLimit
     from lockstep.core.out_of_memory import Phase
-    from lockstep.training.components import Components
-    from lockstep.training.session import Session
+    from lockstep.loop.components import Components
+    from lockstep.loop.session import Session
 
 _TOO_LARGE = "One sample alone would need"
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import xxhash
 
+from lockstep.assembly.sources import facts_of_data, make_model
+from lockstep.assembly.weights import save_adapter, tensors_of
 from lockstep.core import checksums
 from lockstep.core.adapters import ADAPTER_FILE, Adapter, adapter_of
 from lockstep.core.errors import ConfigError, Problem
@@ -20,16 +22,14 @@ from lockstep.models.adapters import quantize, round_weights
 from lockstep.models.model_tensors import model_tensors
 from lockstep.optim.precision import resolve_compute
 from lockstep.strategies.registry import AUTO, find_strategy
-from lockstep.training.sources import facts_of_data, make_model
-from lockstep.training.weights import save_adapter, tensors_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from lockstep.assembly.user_objects import UserObjects
     from lockstep.checkpoint.manifest import Manifest
     from lockstep.config.schema import Config, Model
     from lockstep.core.protocols import Axis
-    from lockstep.training.user_objects import UserObjects
 
 PLAIN = {"adapter": None, "quantization": None}
 """The keys of a model without its adapter."""

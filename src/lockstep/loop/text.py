@@ -1,20 +1,23 @@
-"""Answers that the model generates to the prompts of an evaluation set, compared with the targets.
+"""Text generation with a run's language model, and its answers to the prompts of an evaluation set.
 
 inputs   What is 2 + 2 ?  4 END        prompt: what comes before the last run of targets
 targets  .    .  . . . .  4 END        wanted: these targets           --> generate --> answer --> metrics of texts
 
-An encoder's inputs are the prompt. Under strategies that gather weights for a forward, all ranks run as many of them.
+Texts have the tokenizer of the training data. An encoder's inputs are the prompt. Under strategies that gather weights
+for a forward, all ranks run as many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.formatting import counted
+from lockstep.core.hub import at_revision
 from lockstep.core.records import IGNORED
 from lockstep.data.loader import first_batch
 from lockstep.models.generation import Sampling, generate
@@ -23,16 +26,128 @@ from lockstep.models.metrics import TEXTS, EvaluationMetrics, Outcome
 from lockstep.monitor import metric_log
 from lockstep.optim.precision import autocast_context, resolve_compute
 from lockstep.strategies.registry import find_strategy
-from lockstep.training.text import codec_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from lockstep.config.schema import Config
+    from lockstep.config.schema import Config, DataSource, Model
     from lockstep.core.protocols import Axis, Source
-    from lockstep.core.records import Batch
+    from lockstep.core.records import Batch, DataFacts
     from lockstep.plan.plan import Plan
-    from lockstep.training.text import Codec
+
+_DEFAULT_CONTEXT = 1024  # tokens, where the data doesn't show the model's
+_BY_YOURSELF = "load the weights in `model` of the run's folder into your module, and generate with that"
+_TASKS = ("causal-lm", "seq2seq")
+
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """A codec of text and token ids, as in training.
+
+    Attributes:
+        decode, whole: Without special tokens; with them.
+        ends: The tokens that end a text, or a turn of a chat.
+        turn: Encodes a text as a user's turn, which the model answers, by the tokenizer's chat template.
+    """
+
+    encode: Callable[[str], list[int]]
+    decode: Decode
+    whole: Decode
+    ends: Sequence[int]
+    turn: Callable[[str], list[int]]
+
+
+def _no_turn(text: str) -> list[int]:
+    raise ConfigError("tokens that are bytes have no chat template; leave out --chat")
+
+
+def _bytes(tokens: Sequence[int]) -> str:
+    return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+_BYTES = Codec(lambda text: list(text.encode()), decode=_bytes, whole=_bytes, ends=(256,), turn=_no_turn)
+
+
+def _tokenizer(
+    name: str, template: str | None = None, system: str | None = None, *, begins: bool = False, whole: bool = False
+) -> Codec:
+    """Return the codec of a transformers tokenizer.
+
+    Args:
+        template: File of a chat template, instead of its own.
+        system: Text before a user's turn.
+        begins: A text has its begin token, if there is one.
+        whole: A text has all special tokens, as an encoder gets it.
+    """
+    from lockstep.data.hub import begin_tokens, ends_of, load_tokenizer
+
+    tokenizer = load_tokenizer(name, template)
+    begin = begin_tokens(tokenizer) if begins else []
+
+    def turn(text: str) -> list[int]:
+        if not tokenizer.chat_template:
+            raise ConfigError(f"tokenizer {name} has no chat template; leave out --chat")
+        before = [{"role": "system", "content": system}] if system else []
+        messages = [*before, {"role": "user", "content": text}]
+        chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer.encode(chat, add_special_tokens=False))
+
+    return Codec(
+        encode=lambda text: begin + list(tokenizer.encode(text, add_special_tokens=whole)),
+        decode=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
+        whole=lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=False)),
+        ends=ends_of(tokenizer),
+        turn=turn,
+    )
+
+
+def codec_of(model: Model, data: DataSource, tokenizer: str | None = None, *, answers: bool = True) -> Codec:
+    """Return the codec of a run's training data. Raises ConfigError if it isn't known, or the model makes no text.
+
+    Args:
+        tokenizer: Folder or hub name, instead of the data's.
+        answers: The model must make texts.
+    """
+    task = model.task if model.kind == "huggingface" else None
+    makes_none = model.kind in ("text-classifier", "image-classifier") or (task is not None and task not in _TASKS)
+    if answers and makes_none:
+        what = f"kind {model.kind}" if task is None else f"task {task}"
+        raise ConfigError(f"no text can be generated by a model of {what}; {_BY_YOURSELF}")
+    begins, template, system = data.kind == "huggingface" and data.packed in (False, "whole"), None, None
+    if tokenizer is None and data.kind in ("stdlib-text", "stdlib-functions"):
+        return _BYTES
+    if tokenizer is None and data.kind == "tokens":
+        from lockstep.data.tokens import tokenizer_name
+
+        tokenizer = tokenizer_name(data.folder, data.split)
+        if tokenizer == "bytes":
+            return _BYTES
+    if tokenizer is None and data.kind == "huggingface":
+        own = at_revision(getattr(model, "pretrained", None), getattr(model, "revision", None))
+        tokenizer, template, system = data.tokenizer or own, data.chat_template, data.system
+    if tokenizer is None:
+        why = f"data of kind {data.kind} has no known tokenizer, so no prompt can be continued"
+        raise ConfigError(f"{why}; give lockstep generate --tokenizer a folder or hub name, or {_BY_YOURSELF}")
+    return _tokenizer(tokenizer, template, system, begins=begins, whole=task == "seq2seq")
+
+
+def continuations(
+    codec: Codec,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    facts: DataFacts,
+    sampling: Sampling,
+    **options: Any,
+) -> list[str]:
+    """Return the texts of at most `tokens` tokens that continue prompts; `options` as of `generate`."""
+    context = facts.tokens_per_sample or _DEFAULT_CONTEXT
+    made = generate(model, prompts, tokens, sampling, context, codec.ends, **options)
+    return [codec.decode(ids) for ids in made]
+
 
 _KEY = "evaluation.generate"
 _ROWS = 8  # shown

@@ -27,19 +27,19 @@ from lockstep.core.formatting import differing, listed
 from lockstep.core.progress import Progress
 from lockstep.core.records import LeftOutSample
 from lockstep.distributed.rounds import poll
+from lockstep.loop.evaluations import EarlyStoppingState
+from lockstep.loop.ledger import Segment, segments_in
+from lockstep.loop.plateau import PlateauState
+from lockstep.loop.session import components_of
 from lockstep.monitor.jsonl import finite
 from lockstep.plan.schedule import LENGTHS, fraction_done, horizon
-from lockstep.training.evaluations import EarlyStoppingState
-from lockstep.training.ledger import Segment, segments_in
-from lockstep.training.plateau import PlateauState
-from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import ReadableStorage, Storage
     from lockstep.config.schema import Config
     from lockstep.core.protocols import Axis
     from lockstep.distributed.process_group import World
-    from lockstep.training.session import Session
+    from lockstep.loop.session import Session
 
 _DATA = {
     "fingerprint": "the fingerprint of data.train",

@@ -20,11 +20,11 @@ from torch import Tensor, float64, nn, tensor
 from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.formatting import listed
 from lockstep.distributed.shard_boxes import local_tensor
+from lockstep.loop.replicas import bit_sums
 from lockstep.strategies.registry import find_strategy
-from lockstep.training.replicas import bit_sums
 
 if TYPE_CHECKING:
-    from lockstep.training.components import Components
+    from lockstep.loop.components import Components
 
 _NAMED = 3
 REQUIRES_GRAD = attrgetter("requires_grad")

@@ -14,6 +14,8 @@ import torch
 from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.records import RunInfo
 from lockstep.launch.memory_folder import note_attempt
+from lockstep.loop.out_of_memory import least_micro_size
+from lockstep.loop.session import Session, components_of
 from lockstep.monitor.attempts import (
     Attempt,
     Planned,
@@ -27,11 +29,9 @@ from lockstep.monitor.folder import ATTEMPTS, RunFolder
 from lockstep.optim.precision import products_in, resolve_compute
 from lockstep.plan.plan import because, strategy_of
 from lockstep.strategies.registry import find_strategy
-from lockstep.training.out_of_memory import least_micro_size
-from lockstep.training.session import Session, components_of
 
 if TYPE_CHECKING:
-    from lockstep.training.components import Components
+    from lockstep.loop.components import Components
 
 _INVARIANT = "run.determinism invariant: training is bitwise identical on any number of ranks, each with one CPU thread"
 _NO_RESTARTS = "recovery.restarts has no effect here: only Lockstep's own launcher starts ranks again"

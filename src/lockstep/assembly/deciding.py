@@ -19,21 +19,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.assembly.companion import companion_facts
 from lockstep.data.loader import first_batch
 from lockstep.distributed.memory import rank_memory
+from lockstep.loop.components import Purpose
 from lockstep.models.build import describe_model, parameter_facts
 from lockstep.plan.choosing import is_plenty
 from lockstep.plan.plan import Machine
 from lockstep.strategies.registry import AUTO
-from lockstep.training.companion import companion_facts
-from lockstep.training.components import Purpose
 
 if TYPE_CHECKING:
+    from lockstep.assembly.user_objects import UserObjects
     from lockstep.config.schema import Config
     from lockstep.core.protocols import Source
     from lockstep.distributed.process_group import World
     from lockstep.plan.choosing import Decision
-    from lockstep.training.user_objects import UserObjects
 
 SECONDS = 60.0
 _MODULE = "lockstep.simulation.answering"

@@ -39,15 +39,15 @@ from lockstep.core.progress import Progress
 from lockstep.core.ranks import RankEnvironment, names_a_rank, started_by_lockstep
 from lockstep.core.terminal import command_line
 from lockstep.distributed.collectives import from_first_rank
+from lockstep.loop.session import Session, components_of
 from lockstep.monitor.folder import is_finished, is_run
 from lockstep.monitor.jsonl import finite
 from lockstep.plan.schedule import LENGTHS
 from lockstep.plan.schedule import is_finished as is_at_its_end
+from lockstep.resuming.locations import checkpoint_folder, reachable, readable_manifest, run_config, storage_of
+from lockstep.resuming.resuming import Resume, epoch_samples_in
 from lockstep.stores.addresses import is_address
 from lockstep.stores.buckets import RETRY_SECONDS
-from lockstep.training.locations import checkpoint_folder, reachable, readable_manifest, run_config, storage_of
-from lockstep.training.resuming import Resume, epoch_samples_in
-from lockstep.training.session import Session, components_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage

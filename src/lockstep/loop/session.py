@@ -30,6 +30,14 @@ from lockstep.core.records import EvaluationReport, GlobalBatch, Request, StepRe
 from lockstep.distributed import generators
 from lockstep.distributed.consensus import FIRST_REQUEST, FIRST_TALLY, gradients_agree, requests_in
 from lockstep.distributed.user_collectives import print_once
+from lockstep.loop.bad_updates import BadUpdates
+from lockstep.loop.components import FailureState, Saves
+from lockstep.loop.evaluate import evaluate
+from lockstep.loop.ledger import Ledger, order_of
+from lockstep.loop.left_out import LeftOutSamples, with_remedy
+from lockstep.loop.readback import PendingReport
+from lockstep.loop.replicas import difference
+from lockstep.loop.written_parameters import REQUIRES_GRAD, ParameterWatch
 from lockstep.monitor import metric_log
 from lockstep.optim.norms import clip_divisor
 from lockstep.plan.refusals import before_unused
@@ -37,23 +45,15 @@ from lockstep.plan.schedule import fraction_done, is_finished
 from lockstep.resilience.verdicts import Verdicts, ranks_differ
 from lockstep.sharding.buffers import BufferSnapshot
 from lockstep.sharding.single import unused_parameters
-from lockstep.training.bad_updates import BadUpdates
-from lockstep.training.components import FailureState, Saves
-from lockstep.training.evaluate import evaluate
-from lockstep.training.ledger import Ledger, order_of
-from lockstep.training.left_out import LeftOutSamples, with_remedy
-from lockstep.training.readback import PendingReport
-from lockstep.training.replicas import difference
-from lockstep.training.written_parameters import REQUIRES_GRAD, ParameterWatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from lockstep.core.protocols import ObjectStore
+    from lockstep.loop.components import Components
     from lockstep.monitor.metric_log import Logged
     from lockstep.plan.batch import BatchPlan
     from lockstep.resilience.verdicts import Limits
-    from lockstep.training.components import Components
 
 _NAMED = 3
 _MODEL = "model."  # before the names of the model's tensors in a saved state

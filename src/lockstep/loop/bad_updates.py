@@ -19,7 +19,7 @@ from lockstep.core.errors import ConfigError, Problem, RunFailed
 from lockstep.core.formatting import counted, listed, value
 from lockstep.core.records import NumbersReport
 from lockstep.distributed.user_collectives import print_once
-from lockstep.training.replicas import refuse_bad_state
+from lockstep.loop.replicas import refuse_bad_state
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from lockstep.config.training_sections import BadNumbers
     from lockstep.core.progress import Progress
     from lockstep.core.records import StepReport
+    from lockstep.loop.components import Components, FailureState
     from lockstep.resilience.verdicts import Verdicts
-    from lockstep.training.components import Components, FailureState
 
 _FAR = 3.0  # times the median of the others' mean losses
 _MOST_PRINTED = 5  # bad updates of an attempt

@@ -33,11 +33,11 @@ from lockstep.core.out_of_memory import note_location
 from lockstep.core.phase_clock import Phase
 from lockstep.core.ranks import NODES
 from lockstep.core.records import Request
+from lockstep.loop.evaluations import OpenRequest
+from lockstep.loop.session import Session, components_of
 from lockstep.monitor.attempts import last_steps, read_attempts
 from lockstep.monitor.folder import CONFIG, RunFolder, is_run
-from lockstep.training.locations import readable_manifest, storage_of
-from lockstep.training.requests import OpenRequest
-from lockstep.training.session import Session, components_of
+from lockstep.resuming.locations import readable_manifest, storage_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.saving import RunMetadata, StepMetadata

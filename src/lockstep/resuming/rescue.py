@@ -24,14 +24,14 @@ from lockstep.core.terminal import echo
 from lockstep.distributed import generators
 from lockstep.distributed.collectives import LocalGroup
 from lockstep.distributed.rounds import poll
+from lockstep.loop.session import components_of
+from lockstep.resuming.memory_snapshots import snapshots_in
 from lockstep.strategies.registry import find_strategy
-from lockstep.training.memory_snapshots import snapshots_in
-from lockstep.training.session import components_of
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.storage import Storage
     from lockstep.core.records import SaveReport, TrainingState
-    from lockstep.training.session import Session
+    from lockstep.loop.session import Session
 
 
 _OTHER_WRITES_S = 30.0  # for another rank to write the state that all have

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lockstep.assembly.sources import open_sources
 from lockstep.core.errors import ConfigError
 from lockstep.core.hub import at_revision
 from lockstep.core.progress import Progress
@@ -25,14 +26,13 @@ from lockstep.core.records import IGNORED
 from lockstep.data.loader import TrainingLoader
 from lockstep.data.rendered import RenderedSource
 from lockstep.data.sources import PreparedSource
+from lockstep.loop.text import Decode, codec_of
 from lockstep.plan.batch import plan_batch
-from lockstep.training.sources import open_sources
-from lockstep.training.text import Decode, codec_of
 
 if TYPE_CHECKING:
+    from lockstep.assembly.user_objects import UserObjects
     from lockstep.config.schema import Config
     from lockstep.core.records import Batch
-    from lockstep.training.user_objects import UserObjects
 
 _SHIFTED = "tokens"
 _IDS = ("input_ids", _SHIFTED)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from lockstep.assembly.adapters import lower_frozen
+from lockstep.assembly.companion import companion_facts
+from lockstep.assembly.parallelize import check_model
+from lockstep.assembly.sources import open_sources
+from lockstep.assembly.user_objects import UserObjects, refuse_given
 from lockstep.core.errors import ConfigError
 from lockstep.distributed.memory import memory_if_started
 from lockstep.launch.devices import choose_ranks, count_accelerators, count_cores
 from lockstep.plan.stated_facts import NOT_READ, facts_of_config, sizes_of_config
-from lockstep.training.adapters import lower_frozen
-from lockstep.training.companion import companion_facts
-from lockstep.training.parallelize import check_model
-from lockstep.training.sources import open_sources
-from lockstep.training.user_objects import UserObjects, refuse_given
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig

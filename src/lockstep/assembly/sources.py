@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lockstep.assembly.checked_objective import CheckedObjective
+from lockstep.assembly.user_objects import UserObjects, not_given
 from lockstep.config.training_sections import PAIRS
 from lockstep.core.errors import ConfigError, OutOfMemory, Problem
 from lockstep.core.hub import at_revision
@@ -23,6 +25,8 @@ from lockstep.core.tasks import TASKS, task_of_class
 from lockstep.data.custom import ItemReading, adapt_dataset
 from lockstep.data.loader import first_batch
 from lockstep.data.sources import PreparedSource, open_source, renamed_inputs, skipping
+from lockstep.loop.bad_updates import refuse_large_window
+from lockstep.loop.evaluate import evaluation_named
 from lockstep.models.adapters import with_adapter
 from lockstep.models.build import build_model, sketch_model
 from lockstep.models.building_objectives import adapt_objective, build_objective, objective_kind, repeats_inputs
@@ -32,10 +36,6 @@ from lockstep.models.objectives import OF_USERS_MODEL, ModelLoss
 from lockstep.models.parameters import freeze
 from lockstep.models.weight_matching import match_initial_weights
 from lockstep.monitor import metric_log
-from lockstep.training.bad_updates import refuse_large_window
-from lockstep.training.checked_objective import CheckedObjective
-from lockstep.training.evaluate import evaluation_named
-from lockstep.training.user_objects import UserObjects, not_given
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config, DataSource

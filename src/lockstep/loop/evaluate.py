@@ -32,7 +32,7 @@ from lockstep.sharding.buffers import BufferSnapshot
 if TYPE_CHECKING:
     from lockstep.core.protocols import Axis
     from lockstep.core.records import Batch
-    from lockstep.training.components import Components
+    from lockstep.loop.components import Components
 
 
 _VOTE_S = 0.5  # between two votes

@@ -21,7 +21,7 @@ from lockstep.core.records import LeftOutSample
 from lockstep.data.order import MODULUS, SampleOrder, digest
 
 if TYPE_CHECKING:
-    from lockstep.training.components import Components
+    from lockstep.loop.components import Components
 
 MAX_SAMPLES = 2**36  # recomputing their digests takes about an hour
 _CHUNK = 2**14  # positions at a time: intermediate results stay in the CPU's cache

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
     from lockstep.distributed.rng import KeyedDraws
+    from lockstep.loop.readback import Readback
+    from lockstep.loop.text import Answers
     from lockstep.models.metrics import EvaluationMetrics
     from lockstep.models.model_tensors import ModelTensors
     from lockstep.optim.precision import LossScaler
     from lockstep.plan.plan import Plan
     from lockstep.sharding.buffers import BufferSnapshot
     from lockstep.sharding.context import Sharding
-    from lockstep.training.answers import Answers
-    from lockstep.training.readback import Readback
 
 Rate = Callable[[float, int, int | None], float]
 """The learning rate by fraction of the run done, step from 0, and steps of the run or None."""

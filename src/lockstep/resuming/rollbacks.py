@@ -27,17 +27,17 @@ from lockstep.core.ranks import started_by_lockstep
 from lockstep.core.records import NumbersReport
 from lockstep.data.bad_samples import BAD_NUMBERS
 from lockstep.distributed.collectives import from_first_rank
+from lockstep.loop.bad_updates import MOST_SAMPLES, RollbackDue
 from lockstep.monitor.folder import LOGS
 from lockstep.resilience.verdicts import ADVICE
-from lockstep.training.bad_updates import MOST_SAMPLES, RollbackDue
 
 if TYPE_CHECKING:
     from lockstep.core.progress import Progress
+    from lockstep.loop.components import Components
+    from lockstep.loop.left_out import LeftOutSamples
     from lockstep.monitor.monitors import Monitors
-    from lockstep.training.checkpoints import Checkpoints
-    from lockstep.training.components import Components
-    from lockstep.training.left_out import LeftOutSamples
-    from lockstep.training.resuming import Resume
+    from lockstep.resuming.checkpoints import Checkpoints
+    from lockstep.resuming.resuming import Resume
 
 _FILE = "rollbacks.json"
 
