@@ -123,7 +123,7 @@ def test_a_program_gets_the_failure_of_its_ranks(tmp_path: Path) -> None:
 def test_a_script_without_guard_is_refused_once(tmp_path: Path) -> None:
     output = _output(tmp_path, config={}, arguments="ranks=2", before=_THREAD, call="main()")
     assert output.startswith("ConfigError 1 ")
-    assert gives(output, "script", "import")
+    assert gives(output, "import", "script")
     assert output.count("\n") == 1
 
 
