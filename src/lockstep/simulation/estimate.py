@@ -331,7 +331,7 @@ def _largest(estimator: Estimator, strategy: str, config: Config, usable: int) -
     def fits(samples: int) -> bool:
         peak = estimator.peak(config.with_values(batch={"micro_size": samples}))
         peaks[samples] = taken(peak)
-        return peak.bytes <= usable if peak.reserved is None else peak.reserved.fits
+        return peak.bytes <= usable if peak.reserved is None else peak.reserved.fits is True
 
     def decision(samples: int) -> Decision:
         assert estimator.memory is not None, "`decide` asserts it"
