@@ -65,6 +65,10 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     clusters = [] if args.gpus is None else _clusters(args)
     if args.goal == "cost" and args.price is None:
         raise ConfigError("--goal cost needs the price of a GPU for an hour, such as --price 2.5USD")
+    if clusters and (args.ranks is not None or args.modes):
+        raise ConfigError(f"{'--modes' if args.modes else '--ranks'} is not for --gpus, which names the ranks")
+    if args.search and args.peak != "all":
+        raise ConfigError("--peak is not for --search, which simulates what may be the best")
     if len(clusters) > 1 and (args.compare or args.measure or args.peak == "none"):
         flag = "--compare" if args.compare else "--measure" if args.measure else "--peak none"
         raise ConfigError(f"{flag} is for one cluster; leave the others out of --gpus and --nodes")
@@ -75,6 +79,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     if args.goal != "time" and not args.search and len(clusters) < 2:
         raise ConfigError("--goal is for --search, or several --gpus or --nodes: --search --goal memory")
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
+    args.overrides = overrides
     verbs = {"modes": _measure_modes, "search": _search, "compare": _compare, "calibrate": _calibrate}
     execute = next((run for flag, run in verbs.items() if getattr(args, flag)), _plan)
     execute = _on_each if len(clusters) > 1 else execute
@@ -122,6 +127,7 @@ def _on_each(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     from lockstep.simulation.search import as_yaml, searched_on
 
     refuse_given(loaded)
+    refusals: list[ConfigError] = []
     rows, of = [], partial(searched_on, goal=args.goal) if args.search else row_on
     for cluster, price in _clusters(args):
         run, trust = _with_ranks(loaded, cluster), args.trust_remote_code
@@ -129,16 +135,17 @@ def _on_each(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
             with muted_stderr():  # of torch's remarks on a device that it doesn't know
                 rows.append(of(estimator_for(run, args.memory, cluster, trust_remote_code=trust), price))
         except ConfigError as refusal:
+            refusals.append(refusal)
             rows.append(ClusterRow(cluster, price, why=str(refusal).splitlines()[0]))
-    if all(row.run is None and row.why == rows[0].why for row in rows) and rows[0].why:
-        raise ConfigError(rows[0].why)
+    if len(refusals) == len(rows):
+        raise refusals[0]
     best = best_of(rows, args.goal)
     if not args.json:
         echo(f"{name}\n{describe_clusters(rows, best)}")
         if best is not None and best.overlay:
             echo(f"\nOn {best.cluster}: write this to a file, and name it after the recipe:\n\n{as_yaml(best.overlay)}")
     emit({"clusters": [{**row.as_json(), "best": row is best} for row in rows]})
-    if best is None:
+    if best is None and any(row.run is None or row.run.memory.fits is False for row in rows):
         raise RunFailed("it fits on none of them; name more or larger GPUs")
     return 0
 
@@ -169,7 +176,7 @@ def _compare(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     from lockstep.simulation.planning import describe_compared, estimated, estimator_for
 
     [(cluster, price)] = _clusters(args)
-    other, other_name = approved_config(args.compare, (), trusted=args.trust_run)
+    other, other_name = approved_config(args.compare, args.overrides, trusted=args.trust_run)
     columns = {}
     for label, run in ((name, loaded), (other_name if other_name != name else "other", other)):
         refuse_given(run)

@@ -329,9 +329,8 @@ def _largest(estimator: Estimator, strategy: str, config: Config, usable: int) -
     peaks: dict[int, int] = {}
 
     def fits(samples: int) -> bool:
-        peak = estimator.peak(config.with_values(batch={"micro_size": samples}))
-        peaks[samples] = taken(peak)
-        return peak.bytes <= usable if peak.reserved is None else peak.reserved.fits is True
+        peaks[samples] = estimator.peak(config.with_values(batch={"micro_size": samples})).bytes
+        return peaks[samples] <= usable
 
     def decision(samples: int) -> Decision:
         assert estimator.memory is not None, "`decide` asserts it"

@@ -7,7 +7,6 @@ measured      real updates on ranks of this machine, with tensors counted in the
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import tempfile
@@ -179,7 +178,14 @@ def row_on(estimator: Estimator, price: Price | None) -> ClusterRow:
     """Return a run under its own strategy on the estimator's cluster. May raise ConfigError."""
     assert estimator.cluster is not None, "there are GPUs to time it on"
     run = estimated(estimator, price)
-    return ClusterRow(estimator.cluster, price, f"{run.memory.name}, micro-batch {run.plan.batch.micro_size}", run)
+    mode = estimator.config.memory.activation_checkpointing.mode
+    return ClusterRow(estimator.cluster, price, config_title(run.memory.name, run.plan.batch.micro_size, mode), run)
+
+
+def config_title(layout: str, samples: int, checkpointing: str) -> str:
+    """Return a config in short."""
+    mode = f", checkpointing {checkpointing}" if checkpointing != "none" else ""
+    return f"{layout}, micro-batch {samples}{mode}"
 
 
 def best_of(rows: Sequence[ClusterRow], goal: str) -> ClusterRow | None:
@@ -190,8 +196,8 @@ def best_of(rows: Sequence[ClusterRow], goal: str) -> ClusterRow | None:
         assert row.run.memory.time is not None
         assert row.run.memory.peak is not None
         match goal:
-            case "cost":
-                return row.run.costs.get("cost", math.inf)
+            case "cost" if row.price is not None:
+                return row.run.memory.time.seconds * row.cluster.ranks * row.price.per_hour
             case "memory":
                 return taken(row.run.memory.peak)
         return row.run.memory.time.seconds
@@ -210,7 +216,12 @@ def describe_clusters(rows: Sequence[ClusterRow], best: ClusterRow | None) -> st
     lines: list[tuple[str, ...]] = [("", "config", "ms", "reserved", *heads, "")]
     for row, record in zip(rows, records, strict=True):
         seconds, reserved = record.get("step_seconds"), record.get("reserved_bytes") or record.get("peak_bytes")
-        note = row.why or ("" if row.fits else record["note"] if seconds is None else "doesn't fit")
+        releases = (
+            row.run and row.run.memory.peak and row.run.memory.peak.reserved and row.run.memory.peak.reserved.releases
+        )
+        note = row.why or (
+            "tight" if releases else "" if row.fits else f"doesn't fit; {record['note']}".removesuffix("; ")
+        )
         lines.append(
             (
                 str(row.cluster),

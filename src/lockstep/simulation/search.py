@@ -21,7 +21,7 @@ from lockstep.core.formatting import aligned, differing, size
 from lockstep.plan.choosing import USABLE
 from lockstep.simulation.estimate import Estimator, StrategyMemory, even, taken, under
 from lockstep.simulation.failing import Unpredictable
-from lockstep.simulation.planning import ClusterRow, RunEstimate, estimator_of, run_costs
+from lockstep.simulation.planning import ClusterRow, RunEstimate, config_title, estimator_of, run_costs
 from lockstep.strategies.registry import find_strategy, strategies
 
 if TYPE_CHECKING:
@@ -451,5 +451,4 @@ def as_yaml(overlay: Mapping[str, Any]) -> str:
 
 def title(candidate: Candidate) -> str:
     """Return a config in short: its layout, micro-batch and activation checkpointing."""
-    mode = f", checkpointing {candidate.checkpointing}" if candidate.checkpointing != "none" else ""
-    return f"{candidate.layout}, micro-batch {candidate.micro_size}{mode}"
+    return config_title(candidate.layout, candidate.micro_size, candidate.checkpointing)

@@ -231,7 +231,8 @@ def operation_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ou
         output, weight = (args[0], args[2]) if packet is aten.convolution_backward else (outputs[0], args[1])
         channels = output.shape[1]
         sizes = (output.numel() // channels, weight.numel() // channels, channels)
-        name += "" if packet is aten.convolution or args[-1][0] else " first"
+        kind = "conv" if packet is aten.convolution else "conv backward" if args[-1][0] else "conv backward first"
+        name = f"{kind} {width}"
     elif flops:
         sizes = (flops,)
     return Operation(0, part, flops, moved, shape, width, 0.0, name, sizes, times)
