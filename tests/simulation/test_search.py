@@ -140,6 +140,9 @@ def test_the_command_prints_an_overlay(tmp_path: Path) -> None:
         (("--gpus", "H100:8", "--nodes", "1-2"), "1,2,4"),
         (("--gpus", "H100:8,L4:8,L4:4", "--price", "2USD,1USD"), "3 GPUs"),
         (("--gpus", "H100:8,L4:8", "--price", "2USD,1EUR"), "one currency"),
+        (("--gpus", "H100:8", "--ranks", "2"), "--ranks"),
+        (("--gpus", "H100:8", "--measure", "--modes", "all"), "--modes"),
+        (("--gpus", "H100:8", "--search", "--peak", "planned"), "--peak"),
         (("--gpus", "H100:8", "--search", "--calibrate"), "--calibrate"),
         (("--calibrate", "--json"), "--json"),
         (("--calibrate", "--out", "absent/row.toml"), "absent/row.toml"),
@@ -216,3 +219,6 @@ def test_a_cluster_that_cannot_train_the_run_says_why(tmp_path: Path) -> None:
     nowhere = run_lockstep(*words, "--gpus", "H100:2,L4:2", cwd=tmp_path)
     assert (nowhere.returncode, nowhere.stdout) == (2, ""), "the reason that all have is the error"
     assert "Start 4 ranks" in nowhere.stderr
+    small = run_lockstep(*words, "--gpus", "H100:4,L4:4", "--memory", "1KiB", cwd=tmp_path)
+    assert small.returncode == 1, "it fits nowhere"
+    assert not any(row["fits"] or row["best"] for row in json.loads(small.stdout)["clusters"])

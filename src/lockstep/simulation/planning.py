@@ -167,6 +167,16 @@ class ClusterRow:
     def fits(self) -> bool:
         return self.run is not None and self.run.memory.time is not None and self.run.memory.fits is not False
 
+    @property
+    def note(self) -> str:
+        """Why the run can't be there or doesn't fit, with what makes it fit; or `tight`."""
+        if self.run is None:
+            return self.why
+        memory = self.run.memory
+        if memory.peak is None or self.fits:
+            return "tight" if memory.peak and _is_tight(memory.peak, None, memory.fits) else memory.note
+        return f"doesn't fit; {memory.note}".removesuffix("; ")
+
     def as_json(self) -> dict[str, Any]:
         """Return it for programs: only plain values."""
         gpus = {"gpu": self.cluster.gpu.name, "per_node": self.cluster.per_node, "nodes": self.cluster.nodes}
@@ -216,12 +226,6 @@ def describe_clusters(rows: Sequence[ClusterRow], best: ClusterRow | None) -> st
     lines: list[tuple[str, ...]] = [("", "config", "ms", "reserved", *heads, "")]
     for row, record in zip(rows, records, strict=True):
         seconds, reserved = record.get("step_seconds"), record.get("reserved_bytes") or record.get("peak_bytes")
-        releases = (
-            row.run and row.run.memory.peak and row.run.memory.peak.reserved and row.run.memory.peak.reserved.releases
-        )
-        note = row.why or (
-            "tight" if releases else "" if row.fits else f"doesn't fit; {record['note']}".removesuffix("; ")
-        )
         lines.append(
             (
                 str(row.cluster),
@@ -229,7 +233,7 @@ def describe_clusters(rows: Sequence[ClusterRow], best: ClusterRow | None) -> st
                 "" if seconds is None else f"{1000 * seconds:,.1f}",
                 "" if reserved is None else size(reserved),
                 *(_shown_cost(row.price, key, record.get(key)) for key in known),
-                "<-" if row is best else note,
+                f"{'<- ' if row is best else ''}{row.note}".rstrip(),
             )
         )
     return "\n".join(aligned(lines, left={0, 1, len(lines[0]) - 1}))
