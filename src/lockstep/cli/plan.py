@@ -65,8 +65,8 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     clusters = [] if args.gpus is None else _clusters(args)
     if args.goal == "cost" and args.price is None:
         raise ConfigError("--goal cost needs the price of a GPU for an hour, such as --price 2.5USD")
-    if clusters and (args.ranks is not None or args.modes):
-        raise ConfigError(f"{'--modes' if args.modes else '--ranks'} is not for --gpus, which names the ranks")
+    if clusters and args.modes:
+        raise ConfigError("--modes measures this machine; leave out --gpus")
     if args.search and args.peak != "all":
         raise ConfigError("--peak is not for --search, which simulates what may be the best")
     if len(clusters) > 1 and (args.compare or args.measure or args.peak == "none"):
