@@ -218,6 +218,6 @@ def test_a_cluster_that_cannot_train_the_run_says_why(tmp_path: Path) -> None:
     nowhere = run_lockstep(*words, "--gpus", "H100:2,L4:2", cwd=tmp_path)
     assert (nowhere.returncode, nowhere.stdout) == (2, ""), "the reason that all have is the error"
     assert "Start 4 ranks" in nowhere.stderr
-    small = run_lockstep(*words, "--gpus", "H100:4,L4:4", "--memory", "1KiB", cwd=tmp_path)
+    small = run_lockstep(*words, "--gpus", "H100:4,L4:4", "--memory", "1100MiB", cwd=tmp_path)
     assert small.returncode == 1, "it fits nowhere"
     assert not any(row["fits"] or row["best"] for row in json.loads(small.stdout)["clusters"])
