@@ -28,15 +28,15 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Replace the functions that the verbs call, and record every call."""
     calls: Calls = []
 
-    def stand_in(module: str, name: str, answer: Any) -> None:
+    def stand_in(package: str, module: str, name: str, answer: Any) -> None:
         def call(*args: Any, **options: Any) -> Any:
             calls.append((name, *args, options))
             return answer
 
-        monkeypatch.setitem(sys.modules, f"lockstep.training.{module}", SimpleNamespace(**{name: call}))
+        monkeypatch.setitem(sys.modules, f"lockstep.{package}.{module}", SimpleNamespace(**{name: call}))
 
-    stand_in("start_run", "train", (7, None))
-    stand_in("planning", "plan_run", None)
+    stand_in("training", "start_run", "train", (7, None))
+    stand_in("assembly", "planning", "plan_run", None)
     monkeypatch.setattr("lockstep.plan.plan.describe", lambda plan: "the plan")
     finished = SimpleNamespace(
         evaluate_run=lambda *args, **options: (calls.append(("evaluate", *args, options)), (7, None))[1],

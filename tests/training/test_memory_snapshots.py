@@ -25,7 +25,7 @@ from lockstep.launch.memory_folder import MemoryFolder
 from lockstep.resilience.faults import FAULTS, Fault, events_of, write_plan
 
 STEPS = 12
-LAST_LINES = {*range(2, 10)}  # of the last 50 ms before a kill in step 10, which a first rank may not have written
+LAST_LINES = {*range(1, 10)}  # of the last 50 ms before a kill in step 10, which a first rank may not have written
 
 
 def write_config(folder: Path, strategy: str = "fsdp", **recovery: Any) -> Path:
