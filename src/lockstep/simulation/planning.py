@@ -169,7 +169,7 @@ class ClusterRow:
 
     @property
     def note(self) -> str:
-        """Why the run can't be there or doesn't fit, with what makes it fit; or `tight`."""
+        """The reason why the run can't be there or doesn't fit, with what makes it fit; or `tight`."""
         if self.run is None:
             return self.why
         memory = self.run.memory
