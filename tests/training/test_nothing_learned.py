@@ -99,6 +99,7 @@ def flipped(bit: int, folder: Path) -> tuple[str, tuple[int, ...]]:
             for report in session:
                 if report.step == 2:
                     checkpoints.save()
+                    checkpoints.finish()
                 if report.step == 5 and dist.get_rank() == 1:
                     weight = components_of(session).sharding.state.model.head.weight
                     weight.data.view(-1)[:1].view(torch.int32).bitwise_or_(bit)

@@ -13,10 +13,11 @@ from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_run, app
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import command_line, echo, muted_stderr
+from lockstep.plan.gpus import parse_clusters
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
-    from lockstep.plan.gpus import GPUCluster, Price
+    from lockstep.plan.gpus import GPUCluster
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -62,27 +63,27 @@ def prepare(arguments: Sequence[str]) -> Prepared:
         raise ConfigError("--nodes and --price are for --gpus, such as --gpus H100:8")
     if args.search and (args.gpus is None or args.measure):
         raise ConfigError("--search needs the GPUs to search on, such as --gpus H100:8, without --measure")
-    clusters = [] if args.gpus is None else _clusters(args)
+    args.clusters = [] if args.gpus is None else parse_clusters(args.gpus, args.nodes or "1", args.price)
     if args.goal == "cost" and args.price is None:
         raise ConfigError("--goal cost needs the price of a GPU for an hour, such as --price 2.5USD")
-    if clusters and args.modes:
+    if args.clusters and args.modes:
         raise ConfigError("--modes measures this machine; leave out --gpus")
     if args.search and args.peak != "all":
         raise ConfigError("--peak is not for --search, which simulates what may be the best")
-    if len(clusters) > 1 and (args.compare or args.measure or args.peak == "none"):
+    if len(args.clusters) > 1 and (args.compare or args.measure or args.peak == "none"):
         flag = "--compare" if args.compare else "--measure" if args.measure else "--peak none"
         raise ConfigError(f"{flag} is for one cluster; leave the others out of --gpus and --nodes")
     if args.compare and (args.gpus is None or args.search or args.measure):
         raise ConfigError(
             "--compare needs the GPUs to compare on, such as --gpus H100:8, without --search and --measure"
         )
-    if args.goal != "time" and not args.search and len(clusters) < 2:
+    if args.goal != "time" and not args.search and len(args.clusters) < 2:
         raise ConfigError("--goal is for --search, or several --gpus or --nodes: --search --goal memory")
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
     args.overrides = overrides
     verbs = {"modes": _measure_modes, "search": _search, "compare": _compare, "calibrate": _calibrate}
     execute = next((run for flag, run in verbs.items() if getattr(args, flag)), _plan)
-    execute = _on_each if len(clusters) > 1 else execute
+    execute = _on_each if len(args.clusters) > 1 else execute
     return Prepared(partial(execute, args, loaded, name), loaded.config, f"plan-{name}")
 
 
@@ -110,12 +111,6 @@ def _measure_modes(args: argparse.Namespace, loaded: LoadedConfig, _: str) -> in
     return 0
 
 
-def _clusters(args: argparse.Namespace) -> list[tuple[GPUCluster, Price | None]]:
-    from lockstep.plan.gpus import parse_clusters
-
-    return parse_clusters(args.gpus, args.nodes or "1", args.price)
-
-
 def _with_ranks(loaded: LoadedConfig, cluster: GPUCluster) -> LoadedConfig:
     return replace(loaded, config=loaded.config.with_values(launch={"ranks": cluster.ranks}))
 
@@ -129,7 +124,7 @@ def _on_each(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     refuse_given(loaded)
     refusals: list[ConfigError] = []
     rows, of = [], partial(searched_on, goal=args.goal) if args.search else row_on
-    for cluster, price in _clusters(args):
+    for cluster, price in args.clusters:
         run, trust = _with_ranks(loaded, cluster), args.trust_remote_code
         try:
             with muted_stderr():  # of torch's remarks on a device that it doesn't know
@@ -156,7 +151,7 @@ def _search(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     from lockstep.simulation.search import describe, search
 
     refuse_given(loaded)
-    [(cluster, price)] = _clusters(args)
+    [(cluster, price)] = args.clusters
     run, trust = _with_ranks(loaded, cluster), args.trust_remote_code
     with muted_stderr():  # of torch's remarks on a device that it doesn't know
         result = search(estimator_for(run, args.memory, cluster, trust_remote_code=trust), args.goal, price)
@@ -175,7 +170,7 @@ def _compare(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     from lockstep.assembly.user_objects import refuse_given
     from lockstep.simulation.planning import describe_compared, estimated, estimator_for
 
-    [(cluster, price)] = _clusters(args)
+    [(cluster, price)] = args.clusters
     other, other_name = approved_config(args.compare, args.overrides, trusted=args.trust_run)
     columns = {}
     for label, run in ((name, loaded), (other_name if other_name != name else "other", other)):
@@ -195,7 +190,7 @@ def _plan(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     from lockstep.plan.plan import as_json, describe
 
     trust = args.trust_remote_code
-    cluster, price = _clusters(args)[0] if args.gpus else (None, None)
+    cluster, price = args.clusters[0] if args.gpus else (None, None)
     loaded = loaded if cluster is None else _with_ranks(loaded, cluster)
     memory = args.memory if args.memory or cluster is None else cluster.gpu.memory
     decision: Any = (None, "")

@@ -132,15 +132,15 @@ class CachingAllocator:
     def replay(self, changes: Iterable[Change]) -> bool | None:
         """Allocate and free in this order; return whether the limit allows it, or None without one."""
         held: dict[Hashable, _Block] = {}
-        self.allocate(_WORKSPACE, 0)
-        for storage, size, stream in changes:
-            if (block := held.pop(storage, None)) is not None:
-                self.free(block)
-            if size:
-                try:
+        try:
+            self.allocate(_WORKSPACE, 0)
+            for storage, size, stream in changes:
+                if (block := held.pop(storage, None)) is not None:
+                    self.free(block)
+                if size:
                     held[storage] = self.allocate(size, stream)
-                except MemoryError:
-                    return False
+        except MemoryError:
+            return False
         return None if self._limit is None else True
 
     def allocate(self, size: int, stream: int) -> _Block:
