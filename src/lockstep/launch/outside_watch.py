@@ -116,7 +116,7 @@ class OutsideRank:
 
     def kill_hung(self, end: End) -> None:
         self.reported = end
-        print_on_stderr(f"lockstep: {end.text}; process {self.pid} is killed")
+        print_on_stderr(f"lockstep: process {self.pid} still hangs, and is killed")
         if self._handle is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
