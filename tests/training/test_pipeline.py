@@ -124,7 +124,7 @@ def test_running_means() -> None:
     sizes = {"batch": {"global_size": 12, "micro_size": 6}}
     expected = recorded({**chain("WithNorms", strategy="single"), **sizes})
     run = recorded({**chain("WithNorms", **pipeline(2, "1f1b")), **sizes}, 2)
-    assert differences(run, expected) == []
+    assert differences(run, expected, noise=1e-7) == [], "gradients of biases before a norm are rounding alone"
     assert any("running_mean" in name for name in expected.weights)
     for name, values in expected.weights.items():
         np.testing.assert_allclose(run.weights[name], values, atol=1e-5, err_msg=name)
