@@ -53,6 +53,7 @@ PARTS: dict[str, Sequence[str]] = {
     "AdamW in 8 bits": (*_CHAT, "--optim.name=adamw-8bit"),
     "schedule-free": (*_CHAT, "--optim.name=schedule-free", "--optim.betas=[0.9,0.999]"),
     **{kind: ("dpo", "tiny/dpo", f"--objective.kind={kind}") for kind in _KINDS},
+    "kto": ("kto", "tiny/kto"),
     "distill": ("distill", "tiny/distill"),
 }
 """The recipe and overrides of each part."""

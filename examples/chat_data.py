@@ -1,4 +1,4 @@
-"""Writes conversations and preferences about Python's standard library, and a tokenizer with a chat template.
+"""Writes conversations, preferences and rated answers about Python's standard library, and a tokenizer with a template.
 
     python examples/chat_data.py FOLDER
     lockstep train chat tiny/chat
@@ -12,8 +12,9 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -72,12 +73,24 @@ def preferences() -> Iterator[dict[str, list[dict[str, str]]]]:
         yield {"prompt": [{"role": "user", "content": f"What does {name} do?"}], **messages}
 
 
+def rated() -> Iterator[dict[str, Any]]:
+    """Yield prompts with one answer each, and whether it is the right one."""
+    for number, row in enumerate(preferences()):
+        is_right = number % 2 == 0
+        yield {"prompt": row["prompt"], "completion": row["chosen" if is_right else "rejected"], "label": is_right}
+
+
+def write(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def main(folder: Path) -> None:
     """Write the files."""
     folder.mkdir(parents=True, exist_ok=True)
     chats = list(conversations())
-    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    (folder / "preferences.jsonl").write_text("".join(json.dumps(row) + "\n" for row in preferences()))
+    write(folder / "chats.jsonl", ({"messages": chat} for chat in chats))
+    write(folder / "preferences.jsonl", preferences())
+    write(folder / "rated.jsonl", rated())
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

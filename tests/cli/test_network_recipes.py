@@ -29,17 +29,22 @@ TINY |= {
     "chat-qlora": "tiny/chat",
     "distill": "tiny/distill",
     "dpo": "tiny/dpo",
+    "kto": "tiny/kto",
     "llama2-lora-wikitext": "tiny/llama2",
     "token-classification": "tiny/token-classification",
     "image-classification": "tiny/vit",
 }
 CLASSES = {"bert-imdb": "BertForSequenceClassification", "llama2-wikitext": "LlamaForCausalLM"}
 CLASSES["llama2-wikitext-zero3"] = CLASSES["chat"] = CLASSES["dpo"] = CLASSES["distill"] = CLASSES["llama2-wikitext"]
-CLASSES |= {"chat-full-bf16": "LlamaForCausalLM", "token-classification": "BertForTokenClassification"}
+CLASSES |= {
+    "chat-full-bf16": "LlamaForCausalLM",
+    "kto": "LlamaForCausalLM",
+    "token-classification": "BertForTokenClassification",
+}
 CLASSES["image-classification"] = "ViTForImageClassification"
 ADAPTERS = ("llama2-lora-wikitext", "chat-lora", "chat-qlora")
 ROOT = Path(__file__).parents[2]
-SCRIPTS = dict.fromkeys(("tiny/chat", "tiny/distill", "tiny/dpo"), "chat_data.py")
+SCRIPTS = dict.fromkeys(("tiny/chat", "tiny/distill", "tiny/dpo", "tiny/kto"), "chat_data.py")
 SCRIPTS["tiny/token-classification"] = "task_data.py"
 KEPT = ("objective", "batch", "optim", "schedule", "precision", "parallel", "memory", "evaluation", "checkpoint")
 CPU = ["--launch.device", "cpu", "--monitor.progress", "plain", "--monitor.tensorboard", "false"]

@@ -69,7 +69,8 @@ def test_the_large_recipe_by_deepspeed() -> None:
 def test_an_overlay_has_a_name_and_is_not_a_recipe() -> None:
     names = [overlay.name for overlay in overlays()]
     assert names == [
-        "tiny/bert", "tiny/chat", "tiny/distill", "tiny/dpo", "tiny/llama2", "tiny/token-classification", "tiny/vit",
+        "tiny/bert", "tiny/chat", "tiny/distill", "tiny/dpo", "tiny/kto", "tiny/llama2", "tiny/token-classification",
+        "tiny/vit",
     ]  # fmt: skip
     assert not {recipe.name for recipe in recipes()} & set(names)
     resolved = resolve_all(["llama2-wikitext", "tiny/llama2"])
@@ -106,7 +107,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, make: Cal
             "xyz",
             "'xyz' is neither a recipe nor a file nor a run's folder; "
             "the recipes are stdlib-lm, bert-imdb, chat, chat-full-bf16, chat-lora, chat-qlora, digits, distill, dpo, "
-            "image-classification, llama2-lora-wikitext, llama2-wikitext, llama2-wikitext-zero3, stdlib-classify, "
+            "image-classification, kto, llama2-lora-wikitext, llama2-wikitext, llama2-wikitext-zero3, stdlib-classify, "
             "token-classification",
         ),
         ("tiny/lama", "'tiny/lama' is neither a recipe nor a file nor a run's folder; did you mean tiny/llama2?"),

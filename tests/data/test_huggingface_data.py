@@ -188,6 +188,23 @@ def test_packed_prompts_and_whole_texts_have_the_losses_of_separate_ones(
     assert len(set(rows)) == len(rows) == len(packed.lengths)
 
 
+@pytest.mark.parametrize(
+    ("keys", "longest", "cut"),
+    [
+        (PACKED["prompts"], 11, 0),
+        (PACKED["prompts"], 10, 1),
+        (PACKED["prompts"], 9, 2),
+        (PACKED["texts"], 9, 0),
+        (PACKED["texts"], 8, 1),
+    ],
+)
+def test_packed_texts_that_are_cut_are_counted(keys, longest, cut, opened, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    source = opened("gpt", "causal-lm", max_length=longest, **keys)
+    told = f"{cut} longer than max_length {longest}: cut"
+    assert [told in text for text in (" ".join(source.changes), caplog.text)] == [cut > 0] * 2
+
+
 def test_rows_that_cannot_be_packed_are_named(opened, monkeypatch, tmp_path):
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     for task in (None, LANGUAGE_MODEL):

@@ -267,7 +267,7 @@ def bytes_held(asked: Config) -> dict[str, int]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("strategy", "part"), [("ddp", 1.0), ("fsdp", 0.5), ("zero3", 0.5)])
+@pytest.mark.parametrize(("strategy", "part"), [("ddp", 1.0), ("fsdp", 0.5), ("fsdp-grad-op", 0.5), ("zero3", 0.5)])
 def test_it_is_sharded_as_parameters_are(strategy: str, part: float, chat: Path) -> None:
     whole = in_world(1, bytes_held, config(chat, "dpo"))[0]["bytes"]
     for rank in in_world(2, bytes_held, config(chat, "dpo", parallel=asking_for(strategy, 2))):

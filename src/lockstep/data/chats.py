@@ -135,16 +135,17 @@ class Template:
         Raises:
             ValueError: A conversation can't be rendered.
         """
-        cut, longest = 0, self.section.max_length
+        is_cut, longest = False, self.section.max_length
         whole = len(chats) if self.section.desirable is None else 1  # the end of another sample's answer is cut
         while max(map(len, (texts := [self._ids(chat.messages, chat) for chat in chats])[:whole])) > longest:
             shorter = [chat.without_first_turn() if self.section.too_long == "cut" else None for chat in chats]
             if None in shorter:
                 return None
-            chats, cut = [chat for chat in shorter if chat is not None], cut + 1
+            chats, is_cut = [chat for chat in shorter if chat is not None], True
         pairs = zip(chats, texts, strict=True)
         return [
-            Rendered(np.array(ids[:longest], np.uint32), self._targets(chat, ids)[:longest], cut) for chat, ids in pairs
+            Rendered(np.array(ids[:longest], np.uint32), self._targets(chat, ids)[:longest], is_cut)
+            for chat, ids in pairs
         ]
 
     def _targets(self, chat: Chat, ids: list[int]) -> NDArray[np.bool_]:

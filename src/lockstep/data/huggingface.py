@@ -248,8 +248,8 @@ def _translated(texts: Texts, label: str, indices: Indices) -> Batch:
     return Batch(inputs, _valid(answers), len(indices), tokens)
 
 
-Ids = list[tuple[list[int], list[bool]]]
-"""Rows of ids, and which of them are targets."""
+Ids = list[tuple[list[int], list[bool], bool]]
+"""Rows of ids, which of them are targets, and whether the text was cut."""
 
 
 def _completions(texts: Texts, labels: list[str], begin: list[int], end: list[int], indices: Indices) -> Ids:
@@ -261,37 +261,40 @@ def _completions(texts: Texts, labels: list[str], begin: list[int], end: list[in
     """
     columns, longest = texts.at(indices), texts.section.max_length
     plain = partial(texts.tokenizer, add_special_tokens=False)
-    pairs: list[tuple[list[int], list[int]]] = []
+    rows: Ids = []
     prompts, *answers = (plain(columns[name])["input_ids"] for name in (texts.section.text, *labels))
     compared = len(answers)
     if texts.section.desirable is not None:
         before = [str(text or "") for text in texts.before(indices)[labels[0]]]
         answers.append(plain(before)["input_ids"])
     for prompt, *completions in zip(prompts, *answers, strict=True):
-        completions = [[*ids, *end][: max(longest - len(begin) - (not begin), 1)] for ids in completions]
-        left = max(longest - max(map(len, completions[:compared])) - len(begin), 0)
-        prompt = [*begin, *prompt[max(len(prompt) - left, 0) :]]
-        pairs += [(prompt, ids[: max(longest - len(prompt), 1)]) for ids in completions]
-    return [
-        ([*prompt, *completion], [texts.section.train_on_prompt] * len(prompt) + [True] * len(completion))
-        for prompt, completion in pairs
-    ]
+        closed = [[*ids, *end] for ids in completions]
+        kept = [ids[: max(longest - len(begin) - (not begin), 1)] for ids in closed]
+        left = max(longest - max(map(len, kept[:compared])) - len(begin), 0)
+        start = [*begin, *prompt[max(len(prompt) - left, 0) :]]
+        for whole, ids in zip(closed, kept, strict=True):
+            ids = ids[: max(longest - len(start), 1)]
+            marks = [texts.section.train_on_prompt] * len(start) + [True] * len(ids)
+            is_cut = len(marks) < len(begin) + len(prompt) + len(whole)
+            rows.append(([*start, *ids], marks, is_cut))
+    return rows
 
 
 def _completed(
     texts: Texts, completions: Callable[[Indices], Ids], own: bool, rated: Tensor | None, indices: Indices
 ) -> Batch:
     desirable = None if rated is None else rated[torch.from_numpy(indices)]
-    padding = texts.tokenizer.pad_token_id
-    return padded_batch(completions(indices), padding, len(indices), aligned=not own, desirable=desirable)
+    rows = [(ids, marks) for ids, marks, _ in completions(indices)]
+    return padded_batch(rows, texts.tokenizer.pad_token_id, len(indices), aligned=not own, desirable=desirable)
 
 
 def _whole(texts: Texts, indices: Indices) -> Ids:
     """Return the ids of `_next_token`, all of them targets."""
-    column, longest = texts.at(indices)[texts.section.text], texts.section.max_length
-    return [
-        (ids, [True] * len(ids)) for ids in texts.tokenizer(column, truncation=True, max_length=longest)["input_ids"]
-    ]
+    column = texts.at(indices)[texts.section.text]
+    whole = texts.tokenizer(column, verbose=False)["input_ids"]
+    is_short = max(map(len, whole)) <= texts.section.max_length
+    kept = whole if is_short else texts.encoding_of(column)["input_ids"]
+    return [(ids, [True] * len(ids), len(ids) < len(each)) for ids, each in zip(kept, whole, strict=True)]
 
 
 def _packed(texts: Texts, ids: Callable[[Indices], Ids], *, aligned: bool) -> RenderedSource:
@@ -311,8 +314,8 @@ def _packed(texts: Texts, ids: Callable[[Indices], Ids], *, aligned: bool) -> Re
             rows = ids(indices)
         except UnusableSamples as error:
             raise ConfigError(str(error)) from error
-        for values, marks in rows:
-            yield [Rendered(np.array(values, np.uint32), np.array(marks, np.bool_))]
+        for values, marks, is_cut in rows:
+            yield [Rendered(np.array(values, np.uint32), np.array(marks, np.bool_), is_cut)]
 
     return open_rendered("packed", key, len(texts.rows), render, texts.tokenizer, texts.section, aligned=aligned)
 

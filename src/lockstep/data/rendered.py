@@ -35,11 +35,11 @@ _log = logging.getLogger("lockstep.data")
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A text's ids, and which of them are targets; `turns_cut`: those of a conversation that were left out."""
+    """A text's ids, and which of them are targets; `is_cut`: it was longer than `max_length`."""
 
     ids: NDArray[np.uint32]
     targets: NDArray[np.bool_]
-    turns_cut: int = 0
+    is_cut: bool = False
 
 
 Render = Callable[[Indices], Iterator[list[Rendered] | None]]
@@ -88,7 +88,7 @@ def _write(rows: int, section: HuggingFaceData, render: Render, folder: Path, sh
             if not all(each.targets[1:].any() for each in rendered):  # nothing predicts the first
                 untargeted += 1
                 continue
-            cut += rendered[0].turns_cut > 0
+            cut += rendered[0].is_cut
             numbers.append(number)
             for each in rendered:
                 offsets.append(offsets[-1] + len(each.ids))
@@ -211,8 +211,9 @@ class RenderedSource:
 
 
 def _changes(counts: Mapping[str, int], section: HuggingFaceData) -> str:
+    what = "cut" if section.messages is None else "first turns cut"
     kinds = {
-        f"longer than max_length {section.max_length}: first turns cut": counts["cut"],
+        f"longer than max_length {section.max_length}: {what}": counts["cut"],
         f"longer than max_length {section.max_length}: left out": counts["left_out"],
         "without targets: left out": counts["untargeted"],
     }

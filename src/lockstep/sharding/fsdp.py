@@ -68,10 +68,11 @@ def shard(context: ShardingContext) -> None:
     dtypes = {name: _DTYPES[getattr(precision, name)] for name in ("param_dtype", "reduce_dtype", "output_dtype")}
     if narrow and dtypes["reduce_dtype"] is None:
         dtypes["reduce_dtype"] = torch.float32  # a sum of bf16 would be rounded by each rank
+    trains = any(parameter.requires_grad for parameter in model.parameters())  # else no backward follows
     arguments: dict[str, Any] = {
         "mesh": mesh,
         "shard_placement_fn": None if by_rows else partial(_shard_placement, mesh["shard"].size()),
-        "reshard_after_forward": options.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD"),
+        "reshard_after_forward": not trains or options.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD"),
         "mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=precision.cast_forward_inputs),
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
     }
@@ -81,7 +82,7 @@ def shard(context: ShardingContext) -> None:
         return_no_views(modules[name])
         fully_shard(modules[name], **arguments)
     return_no_views(model)
-    fully_shard(model, **{**arguments, "reshard_after_forward": False})  # the backward needs it at once
+    fully_shard(model, **{**arguments, "reshard_after_forward": not trains})  # the backward needs it at once
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)  # a loss is divided once, by the count of the whole update
         module.set_force_sum_reduction_for_comms(True)
