@@ -317,10 +317,11 @@ def test_what_is_no_adapter_is_refused(adapter: dict[str, Any], said: list[str])
 
 
 def test_a_frozen_dtype_that_has_no_effect_is_refused() -> None:
-    for sections in ({"compute": "fp32", "frozen": "bf16"},):
+    for sections in ({"compute": "fp32", "frozen": "bf16"}, {"compute": "fp16", "frozen": "bf16"}):
         with pytest.raises(ConfigError) as refused, lockstep.session(adapted(precision=sections)):
             pass
-        assert gives(str(refused.value), "precision.frozen", "bf16", "precision.compute")
+        assert gives(str(refused.value), "bf16")
+        assert "frozen" in str(refused.value)
 
 
 def test_a_learned_prompt_is_refused() -> None:

@@ -248,7 +248,7 @@ def test_plan_counts_no_copy_of_a_base(
 
 
 def bytes_held(asked: Config) -> dict[str, int]:
-    """Bytes of the companion's parameters on this rank, and whether they were changed by two updates."""
+    """Bytes of the companion's parameters on this rank, and whether its first block is whole during its forward."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -256,13 +256,19 @@ def bytes_held(asked: Config) -> dict[str, int]:
         with lockstep.session(asked) as session:
             engine: Any = components_of(session).engine
             model = engine._prepare._model
+            first, last = model.model.layers
+            whole = [False]
+            last.register_forward_hook(
+                lambda *unused: whole.append(not all(hasattr(each, "_local_tensor") for each in first.parameters()))
+            )
             for report in session:
                 if report.step == 2:
                     break
             held = [getattr(each, "_local_tensor", each) for each in model.parameters()]
             saved = [name for name in session.state().tensors if "companion" in name]
             trained = sum(each.requires_grad for each in model.parameters())
-            return {"bytes": sum(each.nbytes for each in held), "saved": len(saved), "trained": trained}
+            bytes_of_rank = sum(each.nbytes for each in held)
+            return {"bytes": bytes_of_rank, "saved": len(saved), "trained": trained, "whole": any(whole)}
     finally:
         dist.destroy_process_group()
 
@@ -273,6 +279,7 @@ def test_it_is_sharded_as_parameters_are(strategy: str, part: float, chat: Path)
     for rank in in_world(2, bytes_held, config(chat, "dpo", parallel=asking_for(strategy, 2))):
         assert rank["bytes"] == pytest.approx(part * whole, rel=0.01)
         assert (rank["saved"], rank["trained"]) == (0, 0)
+        assert rank["whole"] is (part == 1.0)  # a block is, when the next one is computed
 
 
 def test_plan_counts_it() -> None:

@@ -134,6 +134,18 @@ def test_a_base_in_bf16_is_the_single_process(name: str) -> None:
         assert run.losses == pytest.approx(alone.losses, rel=2e-3)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8", None])
+def test_a_base_in_fp16_learns(kind: str | None, base: Path, tmp_path: Path) -> None:
+    run = of_llama(base, tmp_path, "fp16")
+    with lockstep.session(quantized(kind, run) if kind else run) as session:
+        weights = dict(components_of(session).sharding.state.model.named_parameters())
+        assert {each.dtype for name, each in weights.items() if name.endswith("norm.weight")} == {torch.float16}
+        assert {each.dtype for each in weights.values() if each.requires_grad} == {torch.float32}
+        reports = list(session)
+    assert all(report.kept for report in reports)
+    assert reports[0].loss == pytest.approx(losses(of_llama(base, tmp_path))[0], rel=2e-2)
+
+
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_an_evaluated_run_trains_on_and_exports(kind: str, base: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"

@@ -82,7 +82,9 @@ def _dtype(config: Config, device: torch.device | None) -> torch.dtype | None:
         raise ConfigError(Problem("", "precision.frozen", why))
     if precision.frozen != "auto":
         return torch.bfloat16 if precision.frozen == "bf16" else torch.float32
-    return None if config.model.adapter is None or in_fp32 or stay else torch.bfloat16
+    if config.model.adapter is None or in_fp32 or stay:
+        return None
+    return torch.float16 if precision.compute == "fp16" else torch.bfloat16
 
 
 def base_of(section: Model, model: nn.Module, axis: Axis) -> Mapping[str, str | None] | None:

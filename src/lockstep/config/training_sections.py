@@ -322,7 +322,7 @@ class Precision(Section):
     """Trained parameters and the state of their optimizer at rest. bf16: with stochastic rounding, for adamw and adam,
     under single, ddp and fsdp; `compute` is bf16 then."""
     frozen: Literal["auto", "bf16", "fp32"] = "auto"
-    """Frozen parameters at rest; auto: bf16 with `model.adapter` where the forward computes in bf16 or fp16, except
+    """Frozen parameters at rest; auto: with `model.adapter` bf16 or fp16 where the forward computes in that, except
     under DeepSpeed, otherwise as the model has them."""
     tf32: bool = True
     """Allow TF32 in fp32 matrix products on NVIDIA GPUs."""
@@ -334,6 +334,8 @@ class Precision(Section):
             object.__setattr__(self, "compute", "bf16")  # the section is frozen, and not yet anyone's
         if self.parameters == "bf16" and self.compute != "bf16":
             yield f"parameters are bf16, but compute is {self.compute}; write compute: bf16, or leave it out"
+        if self.frozen == "bf16" and self.compute == "fp16":
+            yield "frozen is bf16, but compute is fp16, and a forward can't mix them; write frozen: auto"
 
 
 class ActivationCheckpointing(Section):

@@ -82,7 +82,7 @@ def shard(context: ShardingContext) -> None:
         return_no_views(modules[name])
         fully_shard(modules[name], **arguments)
     return_no_views(model)
-    fully_shard(model, **{**arguments, "reshard_after_forward": not trains})  # the backward needs it at once
+    fully_shard(model, **{**arguments, "reshard_after_forward": False})  # the backward needs it at once
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)  # a loss is divided once, by the count of the whole update
         module.set_force_sum_reduction_for_comms(True)
