@@ -180,7 +180,7 @@ def _row(size: Size, config: dict[str, Any]) -> dict[str, Any]:
     from lockstep.assembly.user_objects import UserObjects
     from lockstep.config.loading import validate
     from lockstep.core.errors import ConfigError
-    from lockstep.simulation.planning import estimator_of
+    from lockstep.simulation.estimate import estimator_of
 
     began = time.perf_counter()
     try:

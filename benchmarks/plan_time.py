@@ -23,7 +23,7 @@ from rounds import about_here, markdown, save
 from lockstep.assembly.user_objects import UserObjects
 from lockstep.config.schema import Config
 from lockstep.plan.gpus import parse_cluster
-from lockstep.simulation.planning import estimator_of
+from lockstep.simulation.estimate import estimator_of
 
 PUBLISHED = Path(__file__).parent / "published" / "llm_foundry.csv"
 SIZES = {

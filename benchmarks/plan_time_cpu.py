@@ -34,7 +34,7 @@ from lockstep.config.schema import Config
 from lockstep.core.processes import in_fork
 from lockstep.launch.local import launch
 from lockstep.plan.gpus import parse_cluster
-from lockstep.simulation.planning import estimator_of
+from lockstep.simulation.estimate import estimator_of
 from lockstep.simulation.search import search, title
 from lockstep.training.job import opened
 
@@ -165,7 +165,9 @@ def main() -> None:
     record = json.loads(arguments.results.read_text()) if arguments.results.exists() else {"rows": {}}
     record |= {"command": "python benchmarks/plan_time_cpu.py", "machine": about_here(["torch"])}
     if arguments.search:
-        record["search"] = [row for name in SEARCHED for row in searched(name, arguments.file.resolve())]
+        models = [name for name in SEARCHED if all(word in name for word in arguments.only.split())]
+        kept = [row for row in record.get("search", ()) if row["model"] not in models]
+        record["search"] = kept + [row for name in models for row in searched(name, arguments.file.resolve())]
         arguments.results.write_text(json.dumps(record, indent=1) + "\n")
         print(table(record))
         return

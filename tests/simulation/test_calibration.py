@@ -15,7 +15,7 @@ from lockstep.config.schema import Config, Launch
 from lockstep.core.errors import ConfigError
 from lockstep.plan.gpus import GPUCluster, parse_cluster
 from lockstep.simulation import calibration
-from lockstep.simulation.planning import estimator_of
+from lockstep.simulation.estimate import estimator_of
 from lockstep.simulation.timing import StepTime, measured_seconds, step_time
 from lockstep.simulation.trace import Entry, Operation, Order, Sent, StepTrace
 

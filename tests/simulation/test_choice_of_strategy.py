@@ -9,18 +9,22 @@ import pytest
 import torch
 from kit.failures import fails
 from simulation.test_peak_memory import NOTHING, decoder, estimator
+from simulation.test_step_time import cluster, large
 
 from lockstep.assembly import deciding
 from lockstep.assembly.deciding import NoAnswer, Question, ask
+from lockstep.core.formatting import size
 from lockstep.core.out_of_memory import Phase, note_location
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.launch.ends import end_of_exception
 from lockstep.loop.components import Purpose
 from lockstep.loop.out_of_memory import explain, memory_factors
 from lockstep.plan.choosing import USABLE, Decision
+from lockstep.plan.gpus import known_gpu
 from lockstep.plan.plan import Machine, make_plan
 from lockstep.simulation.answering import answer
-from lockstep.simulation.estimate import decide, under
+from lockstep.simulation.estimate import estimator_of, under
+from lockstep.simulation.search import decide
 from lockstep.strategies.registry import find_variant
 
 MIB = 1 << 20
@@ -55,6 +59,51 @@ def test_auto_takes_the_largest_micro_batch_that_fits_and_shards_only_where_it_m
     assert sharded.strategy == "fsdp"
     assert peak(config, sharded, 4) <= USABLE * state
     assert decide(estimator(config, 4, state)) == sharded, "another start decides the same"
+
+
+def test_on_known_gpus_auto_takes_the_fastest_of_what_reserves_no_more_than_they_have() -> None:
+    sizes = {"kind": "transformer", "vocabulary": 4096, "layers": 2, "heads": 8, "width": 1024}
+    config = large(2, "auto", model=sizes, batch={"global_size": 128, "micro_size": "auto"})
+    gpus = cluster(per_node=2, memory=4 << 30)
+    own = estimator_of(config, 2, gpus.gpu.memory, NOTHING, gpus)
+    decision = decide(own)
+    assert 1 < decision.micro_size < 64
+    times = {}
+    for name in ("ddp", "fsdp"):
+        for samples in (decision.micro_size, 64):
+            values = {"parallel": {"strategy": name}, "batch": {"micro_size": samples}}
+            traces: list[Any] = []
+            peak = own.peak(config.with_values(**values), traces)
+            assert peak.reserved is not None
+            times[name, samples] = own.time_of(config.with_values(**values), traces, gpus).seconds
+            fits = peak.reserved.total <= 4 << 30
+            assert fits == own.fits(peak) == (samples < 64)
+            if (name, samples) == (decision.strategy, decision.micro_size):
+                assert f"{size(peak.reserved.total)} of 4.00 GiB" in decision.why
+    fastest = min(time for (_, samples), time in times.items() if samples < 64)
+    assert times[decision.strategy, decision.micro_size] <= 1.02 * fastest
+    question = Question(config, 2, gpus.gpu.memory, NOTHING, on_cpu=False, cluster=gpus)
+    assert answer(question) == decision, "a run decides as a plan does"
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", None),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_a_gpu_is_known_by_its_drivers_name(device: str, name: str | None) -> None:
+    gpu = known_gpu(device)
+    assert (None if gpu is None else gpu.name) == name
 
 
 def test_what_fits_nowhere_is_said() -> None:

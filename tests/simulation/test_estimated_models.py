@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lockstep.assembly.user_objects import user_objects
 from lockstep.simulation import repeats
+from lockstep.simulation.estimate import estimator_of
 from lockstep.simulation.memory import MemoryLedger, Watched, resizes_seen
-from lockstep.simulation.planning import estimator_of
 from lockstep.simulation.updates import peak_of_rank, run_updates
 from lockstep.training.api import resolved
 from lockstep.training.job import opened

@@ -14,8 +14,7 @@ from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError
 from lockstep.core.extensions import construct
 from lockstep.plan.stated_facts import sizes_of_config
-from lockstep.simulation.estimate import readable
-from lockstep.simulation.planning import estimator_of
+from lockstep.simulation.estimate import estimator_of, readable
 from lockstep.training.api import resolved
 
 BERT = {"model_type": "bert", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}

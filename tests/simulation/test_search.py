@@ -19,8 +19,7 @@ import lockstep
 from lockstep.config.loading import load
 from lockstep.config.schema import Config
 from lockstep.plan.gpus import GPUCluster
-from lockstep.simulation.estimate import Estimator
-from lockstep.simulation.planning import estimator_of
+from lockstep.simulation.estimate import Estimator, estimator_of
 from lockstep.simulation.search import Found, describe, overlay_of, search, simulated
 
 

@@ -18,7 +18,7 @@ from simulation.test_peak_memory import NOTHING, decoder
 from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError
 from lockstep.plan.gpus import GPU, GPUCluster, parse_cluster, parse_price
-from lockstep.simulation.planning import estimator_of
+from lockstep.simulation.estimate import estimator_of
 from lockstep.simulation.timing import (
     SHARES,
     StepTime,

@@ -24,7 +24,8 @@ from lockstep.data.loader import first_batch
 from lockstep.distributed.memory import rank_memory
 from lockstep.loop.components import Purpose
 from lockstep.models.build import describe_model, parameter_facts
-from lockstep.plan.choosing import is_plenty
+from lockstep.plan.choosing import TOKEN_BYTES, is_plenty
+from lockstep.plan.gpus import GPUCluster, known_gpu
 from lockstep.plan.plan import Machine
 from lockstep.strategies.registry import AUTO
 
@@ -40,18 +41,18 @@ _MODULE = "lockstep.simulation.answering"
 _LARGE = 1 << 16  # bytes; an array with as many is passed on without its values
 _MOST = 64 << 20  # bytes of all objects
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_TOKEN_BYTES = 16  # of its ids and targets
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A run with an `auto` to decide; `memory` is the bytes of each rank that tensors may take."""
+    """A run with an `auto` to decide; `memory` is the bytes of each rank, `cluster` its GPUs, if they are known."""
 
     config: Config
     ranks: int
     memory: int
     given: UserObjects
     on_cpu: bool
+    cluster: GPUCluster | None = None
 
 
 class NoAnswer(RuntimeError):
@@ -149,7 +150,7 @@ def machine_of(config: Config, world: World, given: UserObjects, source: Source,
     machine = Machine(machine_ranks, memory, world.device.type)
     if purpose is Purpose.EVALUATE or not has_choice:
         return machine
-    answer = _decision(config, world, given, source, memory) if world.rank == 0 else None
+    answer = _decision(config, world, given, source, machine) if world.rank == 0 else None
     world.axis.barrier()
     decision, note = cast("tuple[Decision | None, str]", world.axis.gather(answer or (None, ""))[0])
     return replace(machine, decision=decision, undecided=note)
@@ -163,9 +164,10 @@ def _machine_ranks(world: World) -> int:
 
 
 def _decision(
-    config: Config, world: World, given: UserObjects, source: Source, memory: int
+    config: Config, world: World, given: UserObjects, source: Source, machine: Machine
 ) -> tuple[Decision | None, str]:
     """Return the decision; or None, and why there is none: empty if none is needed."""
+    memory, on_cpu = cast("int", machine.memory), world.device.type == "cpu"
     try:
         if isinstance(given.model, nn.Module):
             facts = parameter_facts(given.model)
@@ -177,14 +179,23 @@ def _decision(
     except Exception:  # what is wrong with the model or the data is reported where they are used, on all ranks
         return None, ""
     try:
-        return ask(Question(config, world.size, memory, given, on_cpu=world.device.type == "cpu")), ""
+        cluster = cluster_of(world.device, world.size, machine.ranks or world.size)
+        return ask(Question(config, world.size, memory, given, on_cpu, cluster)), ""
     except NoAnswer as reason:
         return None, str(reason)
 
 
+def cluster_of(device: torch.device, ranks: int, per_node: int) -> GPUCluster | None:
+    """Return the GPUs of a run; None: their speeds aren't known."""
+    if device.type == "cpu":
+        return None
+    gpu = known_gpu(str(torch.get_device_module(device).get_device_name(device)))
+    return None if gpu is None else GPUCluster(gpu, per_node, ranks // per_node)
+
+
 def _sample_bytes(source: Source) -> int:
     if source.facts.tokens_per_sample is not None:
-        return source.facts.tokens_per_sample * _TOKEN_BYTES
+        return source.facts.tokens_per_sample * TOKEN_BYTES
     inputs = first_batch(source, 1).inputs
     values = inputs if isinstance(inputs, tuple) else inputs.values()
     return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

@@ -34,8 +34,6 @@ WorldSize = Callable[[int | None], int | None]
 """Ranks of each node, if given -> ranks on all nodes, if known."""
 _MOST_RUNS = 1000  # of a sweep: more are a mistake
 
-_BYTES_OF_TRAINED = 12  # of a parameter in fp32 and two moments
-
 
 def job_command(
     where: str, sweep: Sequence[str], typed: Sequence[str], words: Sequence[str], world_size: WorldSize
@@ -100,6 +98,7 @@ def _state_bytes(prepared: Prepared) -> int | None:
     if config is None or not prepared.starts_run:
         return None
     from lockstep.core.records import DataFacts
+    from lockstep.plan.placement import checkpoint_bytes
     from lockstep.plan.stated_facts import model_states_sizes
 
     if not model_states_sizes(config.model):
@@ -111,8 +110,7 @@ def _state_bytes(prepared: Prepared) -> int | None:
         parameters = describe_model(config.model, facts, trust_remote_code=prepared.trust_remote_code)
     except Failure:  # a login node may lack what the nodes have; there it would be reported
         return None
-    whole = config.model.adapter is None  # else frozen parameters aren't saved
-    return sum(_BYTES_OF_TRAINED * each.elements if each.trainable else each.bytes * whole for each in parameters)
+    return checkpoint_bytes(config, parameters)
 
 
 def _prepared(words: Sequence[str], world_size: WorldSize) -> Prepared:

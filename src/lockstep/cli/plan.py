@@ -118,8 +118,15 @@ def _with_ranks(loaded: LoadedConfig, cluster: GPUCluster) -> LoadedConfig:
 def _on_each(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     """Print a row for each cluster: the config's own strategy there, or with `--search` the best that fits."""
     from lockstep.assembly.user_objects import refuse_given
-    from lockstep.simulation.planning import ClusterRow, best_of, describe_clusters, estimator_for, row_on
-    from lockstep.simulation.search import as_yaml, searched_on
+    from lockstep.simulation.planning import (
+        ClusterRow,
+        best_of,
+        describe_clusters,
+        estimator_for,
+        row_on,
+        searched_on,
+    )
+    from lockstep.simulation.search import as_yaml
 
     refuse_given(loaded)
     refusals: list[ConfigError] = []
@@ -147,19 +154,23 @@ def _on_each(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
 
 def _search(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     from lockstep.assembly.user_objects import refuse_given
-    from lockstep.simulation.planning import estimator_for
+    from lockstep.simulation.planning import NO_LENGTH, estimator_for, run_of
     from lockstep.simulation.search import describe, search
 
     refuse_given(loaded)
     [(cluster, price)] = args.clusters
     run, trust = _with_ranks(loaded, cluster), args.trust_remote_code
     with muted_stderr():  # of torch's remarks on a device that it doesn't know
-        result = search(estimator_for(run, args.memory, cluster, trust_remote_code=trust), args.goal, price)
-    costs: Mapping[str, float] = {} if result.run is None else result.run.costs
+        result = search(estimator_for(run, args.memory, cluster, trust_remote_code=trust), args.goal)
+    found = run_of(result, cluster, price)
+    costs: Mapping[str, float] = {} if found is None else found.costs
     if not args.json:
         echo(f"{name} on {cluster}\n{describe(result, args.goal)}", flush=True)
-        if price is not None and "cost" in costs:
-            echo(f"\n{costs['hours']:,.1f} hours, {price.text(costs['cost'])}")
+        if "hours" in costs:
+            cost = f", {price.text(costs['cost'])}" if price is not None else ""
+            echo(f"\n{costs['hours']:,.1f} hours{cost}")
+        elif costs:
+            echo(f"\n{NO_LENGTH}")
     emit({"found": None if result.best is None else result.best.overlay, **costs, **result.as_json()})
     if result.best is None:
         raise RunFailed("no config fits; name more or larger GPUs")

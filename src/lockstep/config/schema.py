@@ -283,8 +283,8 @@ class Parallel(Section):
     model_config = ConfigDict(extra="allow", json_schema_extra=_only_known_keys)  # options of users' strategies
 
     strategy: StrategyName = "auto"
-    """auto: single on one rank; on more, ddp if the training state fits in memory, otherwise fsdp. Also a registered
-    strategy, or `module:Name`."""
+    """auto: single on one rank; on more, ddp if a step fits in memory, otherwise fsdp; on known GPUs the faster of the
+    two. Also a registered strategy, or `module:Name`."""
     data: Positive | Auto = "auto"
     """Replicas of the training state; auto: what `shard` leaves of the ranks."""
     shard: Positive | Auto = "auto"

@@ -77,7 +77,8 @@ def _notes(components: Components) -> tuple[str, ...]:
     strategy = find_strategy(components.plan.strategy)
     options = strategy.options_of(components.config.parallel)
     notes = []
-    if strategy.divides and (reason := because(components.plan)):
+    plan, has_choice = components.plan, components.config.batch.micro_size == "auto"
+    if (strategy.divides or (has_choice and plan.batch.accumulation > 1)) and (reason := because(plan)):
         notes.append(reason)
     if components.coupled is not None or not components.objective.decomposes:
         reason = components.coupled or "the objective does not decompose over samples"

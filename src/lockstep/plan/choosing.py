@@ -22,6 +22,9 @@ SHARE_OF_STATE = 0.6
 USABLE = 0.9
 """The fraction that tensors may take; an allocator keeps some, and leaves gaps."""
 
+TOKEN_BYTES = 16
+"""Of a token's ids and targets."""
+
 _PLENTY = 0.5
 _STATE_PER_PARAMETER, _ACTIVATIONS_PER_INPUT, _ACTIVATIONS_PER_PARAMETER = 8, 2_000, 10  # bytes per byte, at most
 """Several times what models need; only a run that is small beside the memory passes."""

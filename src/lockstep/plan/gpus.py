@@ -17,6 +17,7 @@ from lockstep.core.terminal import command_line
 
 _REACHED = "reached"
 _RANKS = "ranks"
+_OTHER_FORMS = {"PCIE", "NVL", "MIG", "LAPTOP", "D"}  # with other speeds
 _SIGNS = {"$": "USD", "€": "EUR", "£": "GBP"}
 
 
@@ -118,6 +119,13 @@ def parse_cluster(text: str, nodes: int = 1) -> GPUCluster:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--gpus {text}: {file}: {error}") from None
     return GPUCluster(_gpu(own or next(iter(more), ""), {**_known(), **more}, number), int(number), nodes)
+
+
+def known_gpu(device_name: str) -> GPU | None:
+    """Return the GPU of the table that a driver calls `NVIDIA A100-SXM4-80GB`; None: it has none, or another form."""
+    words = set(re.split(r"[\s-]+", device_name.upper().replace("RTX ", "RTX")))
+    name = next((each for each in _known() if words >= set(each.upper().split("-"))), None)
+    return None if name is None or words & _OTHER_FORMS else _made(name, _inherited(name, _known()))
 
 
 def _gpu(name: str, known: Mapping[str, Mapping[str, Any]], per_node: str) -> GPU:

@@ -80,6 +80,14 @@ def placements(
     return tuple(rows)
 
 
+def checkpoint_bytes(config: Config, parameters: Sequence[ParameterFacts]) -> int:
+    """Return the bytes of a checkpoint: parameters, without the frozen ones below an adapter, and optimizer state."""
+    whole, optim = config.model.adapter is None, config.optim
+    moments = sum(OPTIMIZERS[optim.name].state_bytes(each, optim) for each in parameters if each.trainable)
+    average = sum(each.bytes for each in parameters if each.trainable) if optim.ema is not None else 0
+    return moments + average + sum(each.bytes for each in parameters if each.trainable or whole)
+
+
 def partial_sums(batch: BatchConfig, ranks: int) -> int:
     """Return the most partial sums of gradients that a rank of an invariant run holds."""
     if batch.micro_size == "auto":

@@ -18,7 +18,7 @@ from lockstep.plan.features import FeatureRequest, check_features, refusal
 from lockstep.plan.mesh import AXES, Mesh, mesh_of
 from lockstep.plan.modules import ModuleParameters, describe_modules, parameters_by_module
 from lockstep.plan.optimizers import Grouping, group_parameters
-from lockstep.plan.placement import Placement, placements, sent_bytes
+from lockstep.plan.placement import Placement, checkpoint_bytes, placements, sent_bytes
 from lockstep.plan.refusals import changed_options, refuse_for_partitions, refuse_variable
 from lockstep.plan.schedule import epoch_length, horizon
 from lockstep.plan.stages import bubble, stages_of
@@ -30,6 +30,8 @@ _LEFT_OF_START = 0.1
 _LONG_WAIT = 0.2
 """Fraction of the time; a larger pipeline bubble is warned about."""
 _UNKNOWN = "unknown in advance"
+_WRITTEN = 1e9
+"""Bytes per second of a checkpoint, as `describe` states: about a local SSD, or a busy shared file system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Plan:
         groups: Trainable parameters by optimizer settings.
         placements: Bytes per rank under each strategy.
         warnings: Probable mistakes, a sentence each.
+        checkpoint_bytes: Of a checkpoint, all ranks together.
         sent: Bytes that a rank sends in a step, if known.
         bubble: Share of its time that a rank of a pipeline waits.
     """
@@ -72,6 +75,7 @@ class Plan:
     groups: tuple[Grouping, ...]
     placements: tuple[Placement, ...]
     warnings: tuple[str, ...]
+    checkpoint_bytes: int
     sent: float | None = None
     bubble: float = 0.0
 
@@ -148,6 +152,7 @@ def make_plan(
         sent=sent_bytes(config, layout, parameters, mesh, batch, companion),
         bubble=_waits(config.parallel.pipeline_parallel, mesh, batch),
         warnings=(),
+        checkpoint_bytes=checkpoint_bytes(config, parameters),
     )
     return replace(plan, warnings=tuple(_warnings(config, strategy, plan, facts, machine)))
 
@@ -313,6 +318,7 @@ def describe(plan: Plan) -> str:
     number = f"{(plan.steps or 0) / max(plan.epoch_steps, 1):.4g}"
     epochs = "" if plan.steps is None else f", so {number} epoch{'s' * (number != '1')}"
     epoch = f" ({plan.epoch_steps:,} an epoch{epochs})" if plan.epoch_steps else ""
+    written = formatting.duration(plan.checkpoint_bytes / _WRITTEN)
     lines = [
         ("strategy", f"{strategy_of(plan)} on {plan.ranks:,} rank{'s' * (plan.ranks != 1)}"),
         *([("", why)] if why else []),
@@ -320,6 +326,7 @@ def describe(plan: Plan) -> str:
         ("steps", f"{steps}{epoch}"),
         ("samples", _UNKNOWN if plan.samples is None else f"{plan.samples:,}"),
         *([("tokens", _UNKNOWN if plan.tokens is None else f"{plan.tokens:,}")] if plan.has_tokens else []),
+        ("checkpoint", f"{formatting.size(plan.checkpoint_bytes)}, {written} at {_WRITTEN / 1e9:g} GB/s"),
         ("parameters", f"{plan.parameters:,} ({plan.trainable:,} trained, {plan.frozen:,} frozen)"),
     ]
     text = [f"{name:<14}{value}" for name, value in lines]
@@ -337,6 +344,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """Return the plan as plain values."""
     values = dataclasses.asdict(plan)
     values["placements"] = [{**dataclasses.asdict(row), "total": row.total} for row in plan.placements]
+    values["checkpoint_seconds"] = plan.checkpoint_bytes / _WRITTEN
     values["batch"] |= {"even": plan.batch.even, "waste": plan.batch.waste}
     return values
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from lockstep.core.errors import ConfigError
 from lockstep.simulation import device
-from lockstep.simulation.estimate import decide
+from lockstep.simulation.estimate import estimator_of
 from lockstep.simulation.failing import Unpredictable
-from lockstep.simulation.planning import estimator_of
+from lockstep.simulation.search import decide
 
 if TYPE_CHECKING:
     from lockstep.assembly.deciding import Question
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def answer(question: Question) -> Decision | str:
     """Return the decision, or why there is none."""
     try:
-        estimator = estimator_of(question.config, question.ranks, question.memory, question.given)
+        estimator = estimator_of(question.config, question.ranks, question.memory, question.given, question.cluster)
         return decide(replace(estimator, device_type="cpu" if question.on_cpu else device.NAME))
     except (ConfigError, Unpredictable) as error:
         return (str(error).splitlines() or [type(error).__name__])[0]

@@ -35,7 +35,7 @@ from lockstep.distributed.process_group import joined
 from lockstep.launch.devices import count_accelerators, count_cores
 from lockstep.launch.local import launch
 from lockstep.plan.gpus import GPU, GPUCluster
-from lockstep.simulation.planning import estimator_of
+from lockstep.simulation.estimate import estimator_of
 from lockstep.simulation.timing import collective_seconds, operation_seconds
 from lockstep.simulation.trace import NO_KERNEL, Operation, Sent, StepTrace, operation_of
 from lockstep.training.job import opened

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from torch import nn
+
+from lockstep.assembly.adapters import lower_frozen
+from lockstep.assembly.companion import companion_facts
+from lockstep.assembly.planning import data_facts
 from lockstep.config.schema import Parallel
 from lockstep.core.errors import ConfigError
-from lockstep.core.formatting import size
+from lockstep.models.build import parameter_facts, sketch_model
 from lockstep.plan.choosing import USABLE, Decision
 from lockstep.plan.plan import Machine, make_plan
-from lockstep.plan.stated_facts import sizes_of_config
+from lockstep.plan.stated_facts import facts_of_config, sizes_of_config
 from lockstep.simulation import device
 from lockstep.simulation.failing import Unpredictable, UserCodeFails, explained
 from lockstep.simulation.made_up import made_up_data
@@ -24,7 +29,7 @@ from lockstep.simulation.reserved import reserved_of
 from lockstep.simulation.timing import step_time
 from lockstep.simulation.trace import StepTrace
 from lockstep.simulation.updates import UPDATES, peak_of_rank
-from lockstep.strategies.registry import AUTO, REFERENCE, find_strategy, strategies, written_name
+from lockstep.strategies.registry import find_strategy, strategies, written_name
 
 if TYPE_CHECKING:
     from lockstep.assembly.user_objects import UserObjects
@@ -93,6 +98,7 @@ class Estimator:
         decision: What `auto` takes, if that is known.
         companion: The parameters of a frozen second model.
         cluster: The GPUs that a step is timed for; None: it isn't.
+        has_length: Whether the run's length is known; else its data has only the sizes of a step.
     """
 
     config: Config
@@ -105,6 +111,7 @@ class Estimator:
     companion: Sequence[ParameterFacts] = ()
     decision: Decision | None = None
     cluster: GPUCluster | None = None
+    has_length: bool = True
 
     def estimates(self) -> Iterator[StrategyMemory]:
         """Yield the memory under the config's own strategy, then under the others that its ranks can have."""
@@ -119,7 +126,8 @@ class Estimator:
     def planned(self, config: Config) -> Plan:
         """Return the plan of a config on these ranks."""
         machine = Machine(memory=self.memory, decision=self.decision)
-        return make_plan(config, self.ranks, self.facts, self.parameters, machine, self.companion)
+        plan = make_plan(config, self.ranks, self.facts, self.parameters, machine, self.companion)
+        return plan if self.has_length else replace(plan, steps=None)
 
     def _estimate(self, name: str, config: Config, *, planned: bool) -> StrategyMemory:
         refusal, traces = "", list[StepTrace]()
@@ -292,69 +300,24 @@ def readable(config: Config, facts: DataFacts) -> Config:
     return config.with_values(data={"train": made_up_data(config, facts)})
 
 
-def decide(estimator: Estimator) -> Decision:
-    """Return the strategy and the micro-batch that `auto` takes; what the config sets stays.
-
-    May raise ConfigError, Unpredictable.
-    """
-    assert estimator.memory is not None, "without a limit everything fits"
-    usable, refusal = int(USABLE * estimator.memory), None
-    decision: Decision | None = None
-    for name, config in _candidates(estimator.config, estimator.ranks):
-        try:
-            decision, fits = _largest(estimator, name, config, usable)
-        except ConfigError as error:
-            refusal = refusal or error
-            continue
-        if fits:
-            return decision
-    if decision is not None:
-        return replace(decision, why=f"{decision.why}, and nothing that auto may choose takes less")
-    assert refusal is not None, "there is a candidate"
-    raise refusal
-
-
-def _candidates(config: Config, ranks: int) -> Iterator[tuple[str, Config]]:
-    if config.parallel.strategy != AUTO:
-        yield config.parallel.strategy, config
-    elif ranks == 1:
-        yield REFERENCE.name, under(config, REFERENCE, REFERENCE.variants[0])
-    else:
-        for strategy in strategies():
-            if strategy.combines.automatic:
-                yield strategy.name, under(config, strategy, strategy.variants[0])
-
-
-def _largest(estimator: Estimator, strategy: str, config: Config, usable: int) -> tuple[Decision, bool]:
-    peaks: dict[int, int] = {}
-
-    def fits(samples: int) -> bool:
-        peaks[samples] = estimator.peak(config.with_values(batch={"micro_size": samples})).bytes
-        return peaks[samples] <= usable
-
-    def decision(samples: int) -> Decision:
-        assert estimator.memory is not None, "`decide` asserts it"
-        limit = f"the {size(estimator.memory)} that a rank has"
-        larger = min((other for other in peaks if other > samples), default=None)
-        than = f"; {larger} samples would take {size(peaks[larger])}" if larger is not None else ""
-        why = f"with micro-batches of {samples} a simulated update takes {size(peaks[samples])} of {limit}{than}"
-        return Decision(strategy, samples, why)
-
-    share = estimator.planned(config).batch.micro_size
-    if fits(share):
-        return decision(share), True
-    if config.batch.micro_size != "auto" or share == 1:
-        return decision(share), False
-    if not fits(1):
-        return decision(1), False
-    fraction = (usable - peaks[1]) / max(peaks[share] - peaks[1], 1)
-    samples = even(share, max(1, int(1 + fraction * (share - 1))))
-    while samples not in peaks and not fits(samples):
-        samples = even(share, max(1, samples * 3 // 4))
-    return decision(samples), True
-
-
 def even(share: int, samples: int) -> int:
     """Return the micro-batch of at most this size that divides a share into as few, equal ones."""
     samples = min(samples, share)
     return -(-share // -(-share // samples))
+
+
+def estimator_of(
+    config: Config, ranks: int, memory: int | None, given: UserObjects, cluster: GPUCluster | None = None
+) -> Estimator:
+    """Return the estimator of a run; a model is described without its weights."""
+    whole, sizes = facts_of_config(config), sizes_of_config(config)
+    facts = whole or sizes or data_facts(config, given)[0]
+    model = given.model if isinstance(given.model, nn.Module) else None
+    if model is None and given.model is not None:
+        model = cast("nn.Module", cast("Any", given.model)())
+    sketch = model or sketch_model(config.model, facts, trust_remote_code=given.trust_remote_code)
+    own = parameter_facts(sketch if sketch is model else lower_frozen(sketch, config))
+    companion = companion_facts(config, facts, own, trust_remote_code=given.trust_remote_code)
+    place = "cpu" if cluster is not None and cluster.gpu.device == "cpu" else device.NAME
+    has_length = whole is not None or sizes is None
+    return Estimator(config, ranks, facts, own, given, memory, place, companion, None, cluster, has_length)

@@ -15,15 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
-from torch import nn
 
-from lockstep.assembly.adapters import lower_frozen
-from lockstep.assembly.companion import companion_facts
-from lockstep.assembly.deciding import decides
-from lockstep.assembly.planning import data_facts, memory_here
+from lockstep.assembly.deciding import cluster_of, decides
+from lockstep.assembly.planning import memory_here
 from lockstep.assembly.user_objects import Objects, UserObjects, user_objects
 from lockstep.config.training_sections import Memory
 from lockstep.core.closest import did_you_mean
@@ -36,14 +33,13 @@ from lockstep.distributed.memory import peak_memory
 from lockstep.launch.devices import choose_ranks, count_accelerators
 from lockstep.launch.local import launch
 from lockstep.loop.session import components_of
-from lockstep.models.build import parameter_facts, sketch_model
 from lockstep.plan.gpus import parse_cluster, parse_price
-from lockstep.plan.stated_facts import facts_of_config, sizes_of_config
 from lockstep.simulation import device
-from lockstep.simulation.estimate import Estimator, StrategyMemory, decide, taken
+from lockstep.simulation.estimate import Estimator, StrategyMemory, estimator_of, taken
 from lockstep.simulation.failing import Unpredictable
 from lockstep.simulation.made_up import made_up_texts
 from lockstep.simulation.memory import CATEGORIES, HEADS, MemoryLedger, Peak, Watched, resizes_seen
+from lockstep.simulation.search import config_title, decide, search, title
 from lockstep.simulation.timing import SHARES, StepTime
 from lockstep.simulation.updates import run_updates
 from lockstep.training.ahead import imports_ahead
@@ -57,6 +53,7 @@ if TYPE_CHECKING:
     from lockstep.plan.choosing import Decision
     from lockstep.plan.gpus import GPUCluster, Price
     from lockstep.plan.plan import Plan
+    from lockstep.simulation.search import Found, Goal
     from lockstep.training.api import ConfigLike
 
 Extent = Literal["all", "planned"]
@@ -67,6 +64,7 @@ _TIMED_UPDATES = 5
 _SHOWN = 1e-3  # fraction of a peak; a category with more has a column
 _LEAST_SHARE = 5e-3  # of a step; a part with more has a column
 _LARGE_NUMBER = 10_000  # shown without decimals
+NO_LENGTH = "No hours and cost: the length of the run isn't known without its data; set run.steps or run.tokens."
 
 
 def estimate_memory(
@@ -192,10 +190,20 @@ def row_on(estimator: Estimator, price: Price | None) -> ClusterRow:
     return ClusterRow(estimator.cluster, price, config_title(run.memory.name, run.plan.batch.micro_size, mode), run)
 
 
-def config_title(layout: str, samples: int, checkpointing: str) -> str:
-    """Return a config in short."""
-    mode = f", checkpointing {checkpointing}" if checkpointing != "none" else ""
-    return f"{layout}, micro-batch {samples}{mode}"
+def searched_on(estimator: Estimator, price: Price | None, goal: Goal) -> ClusterRow:
+    """Return the best config on the estimator's cluster. May raise ConfigError."""
+    assert estimator.cluster is not None, "there are GPUs to search on"
+    found = search(estimator, goal)
+    if (run := run_of(found, estimator.cluster, price)) is None or found.best is None:
+        return ClusterRow(estimator.cluster, price, why="nothing fits")
+    return ClusterRow(estimator.cluster, price, title(found.best), run, overlay=found.best.overlay)
+
+
+def run_of(found: Found, cluster: GPUCluster, price: Price | None) -> RunEstimate | None:
+    """Return the estimate of the config that a search has found; None: it has found none."""
+    if found.plan is None or found.memory is None or found.memory.time is None:
+        return None
+    return RunEstimate(found.plan, found.memory, run_costs(found.memory.time, found.plan, cluster, price))
 
 
 def best_of(rows: Sequence[ClusterRow], goal: str) -> ClusterRow | None:
@@ -236,7 +244,8 @@ def describe_clusters(rows: Sequence[ClusterRow], best: ClusterRow | None) -> st
                 f"{'<- ' if row is best else ''}{row.note}".rstrip(),
             )
         )
-    return "\n".join(aligned(lines, left={0, 1, len(lines[0]) - 1}))
+    unknown = [NO_LENGTH] if any(row.run is not None and row.run.plan.steps is None for row in rows) else []
+    return "\n".join([*aligned(lines, left={0, 1, len(lines[0]) - 1}), *unknown])
 
 
 def describe_compared(columns: Mapping[str, RunEstimate]) -> str:
@@ -248,7 +257,8 @@ def describe_compared(columns: Mapping[str, RunEstimate]) -> str:
     for key in keys:
         name = key.removesuffix("_bytes").replace("step_seconds", "step").replace("_seconds", "").replace("_", " ")
         lines.append((name, *(_shown_value(key, record.get(key)) for record in records)))
-    return "\n".join(aligned(lines, left={0}))
+    unknown = [NO_LENGTH] if any(each.plan.steps is None for each in columns.values()) else []
+    return "\n".join([*aligned(lines, left={0}), *unknown])
 
 
 def _shown_cost(price: Price | None, key: str, value: Any) -> str:
@@ -282,7 +292,9 @@ def estimator_for(
     if cluster is not None:
         return estimator_of(config, cluster.ranks, memory or cluster.gpu.memory, given, cluster)
     ranks = choose_ranks(config.launch)
-    return estimator_of(config, ranks, memory or memory_here(config, ranks), given)
+    kind, devices = count_accelerators(config.launch)
+    here = cluster_of(torch.device(kind), ranks, ranks) if devices >= ranks and not memory else None
+    return estimator_of(config, ranks, memory or memory_here(config, ranks), given, here)
 
 
 def decision_of(estimator: Estimator) -> tuple[Decision | None, str]:
@@ -307,21 +319,6 @@ def estimates_of(estimator: Estimator, decision: Decision | None, extent: Extent
         yield row
         if extent == "planned":
             return
-
-
-def estimator_of(
-    config: Config, ranks: int, memory: int | None, given: UserObjects, cluster: GPUCluster | None = None
-) -> Estimator:
-    """Return the estimator of a run; a model is described without its weights."""
-    facts = facts_of_config(config) or sizes_of_config(config) or data_facts(config, given)[0]
-    model = given.model if isinstance(given.model, nn.Module) else None
-    if model is None and given.model is not None:
-        model = cast("nn.Module", cast("Any", given.model)())
-    sketch = model or sketch_model(config.model, facts, trust_remote_code=given.trust_remote_code)
-    own = parameter_facts(sketch if sketch is model else lower_frozen(sketch, config))
-    companion = companion_facts(config, facts, own, trust_remote_code=given.trust_remote_code)
-    place = "cpu" if cluster is not None and cluster.gpu.device == "cpu" else device.NAME
-    return Estimator(config, ranks, facts, own, given, memory, place, companion, cluster=cluster)
 
 
 # --- text ---------------------------------------------------------------------------------------------------------
@@ -379,7 +376,8 @@ def describe_time(rows: Sequence[StrategyMemory], cluster: GPUCluster, plan: Pla
         values += [price.text(run["cost"])] if price is not None and "cost" in run else []
         fits = "" if row.fits in (True, None) else "doesn't fit"
         table.append([row.name, *values, "<-" if row.planned else fits])
-    return "\n".join(aligned([tuple(line) for line in table], left={0}))
+    unknown = [NO_LENGTH] if plan.steps is None else []
+    return "\n".join([*aligned([tuple(line) for line in table], left={0}), *unknown])
 
 
 def run_costs(step: StepTime, plan: Plan, cluster: GPUCluster, price: Price | None) -> dict[str, float]:

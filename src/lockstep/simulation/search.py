@@ -18,15 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from lockstep.config.schema import HuggingFaceModel, Parallel, TransformerModel
 from lockstep.core.errors import ConfigError
 from lockstep.core.formatting import aligned, differing, size
-from lockstep.plan.choosing import USABLE
-from lockstep.simulation.estimate import Estimator, StrategyMemory, even, taken, under
+from lockstep.plan.choosing import TOKEN_BYTES, USABLE, Decision, is_plenty
+from lockstep.simulation.estimate import Estimator, StrategyMemory, estimator_of, even, taken, under
 from lockstep.simulation.failing import Unpredictable
-from lockstep.simulation.planning import ClusterRow, RunEstimate, config_title, estimator_of, run_costs
-from lockstep.strategies.registry import find_strategy, strategies
+from lockstep.strategies.registry import AUTO, REFERENCE, find_strategy, strategies
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-    from lockstep.plan.gpus import GPUCluster, Price
+    from lockstep.plan.gpus import GPUCluster
     from lockstep.plan.plan import Plan
     from lockstep.simulation.memory import Peak
     from lockstep.simulation.timing import Share, StepTime
@@ -83,7 +82,8 @@ class Found:
     best: Candidate | None
     candidates: Sequence[Candidate]
     simulations: int
-    run: RunEstimate | None = None
+    plan: Plan | None = None
+    memory: StrategyMemory | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return it for programs, the best one first among the candidates."""
@@ -91,25 +91,14 @@ class Found:
         return {"candidates": [each.as_json() for each in all_of], "simulations": self.simulations}
 
 
-def searched_on(estimator: Estimator, price: Price | None, goal: Goal) -> ClusterRow:
-    """Return the best config on the estimator's cluster. May raise ConfigError."""
-    assert estimator.cluster is not None, "there are GPUs to search on"
-    result = search(estimator, goal, price)
-    if result.best is None:
-        return ClusterRow(estimator.cluster, price, why="nothing fits")
-    return ClusterRow(estimator.cluster, price, title(result.best), result.run, overlay=result.best.overlay)
-
-
-def search(estimator: Estimator, goal: Goal = "time", price: Price | None = None) -> Found:
+def search(estimator: Estimator, goal: Goal = "time") -> Found:
     """Return the best config on the estimator's cluster, where the cheapest is the fastest.
 
     Raises:
         ConfigError: No layout can train the config.
     """
     assert estimator.cluster is not None, "there are GPUs to search on"
-    assert estimator.memory is not None, "a GPU's is known"
-    usable = int(USABLE * estimator.memory) if estimator.cluster.gpu.device == "cpu" else estimator.memory
-    finder = _Search(estimator, estimator.cluster, usable, goal, price)
+    finder = _Search(estimator, _usable(estimator), goal)
     for name, config in _layouts(estimator.config, estimator.cluster, estimator.facts.tokens_per_sample or 0):
         finder.look_at(name, config)
     if not finder.seen:
@@ -163,10 +152,9 @@ class _Step(NamedTuple):
 @dataclass(slots=True)
 class _Search:
     estimator: Estimator
-    cluster: GPUCluster
     memory: int
     goal: Goal
-    price: Price | None
+    automatic: bool = False  # what the config sets stays
     seen: list[tuple[Config, Candidate]] = field(default_factory=list)
     best: float = float("inf")
     exposed: float = 1.0  # of the best step: the share in which nothing computes
@@ -182,7 +170,8 @@ class _Search:
     def look_at(self, name: str, config: Config) -> None:
         """Simulate a layout's modes as far as they may be better than the best."""
         try:
-            plan = self.estimator.planned(config.with_values(batch={"micro_size": "auto"}))
+            config = config if self.automatic else config.with_values(batch={"micro_size": AUTO})
+            plan = self.estimator.planned(config)
         except ConfigError as refusal:
             self.refusal = self.refusal or refusal
             return
@@ -197,7 +186,9 @@ class _Search:
         if self.goal != "memory" and (why := self._cannot_win(kind, plan)):
             self._note(name, config, share, None, None, why)
             return
-        modes = _modes(config, strategy.memory.saves_memory, strategy.section)
+        modes = [(config, config)]
+        if not self.automatic:
+            modes = _modes(config, strategy.memory.saves_memory, strategy.section)
         try:
             if self.goal == "memory":
                 self._evaluate(name, modes[-1][1], 1)
@@ -237,6 +228,8 @@ class _Search:
                     self.computing[mode] = whole.seconds - whole.exposed
                 if whole.reserved <= self.memory or share == 1 or whole.seconds >= _WORTH * self.best:
                     return  # smaller micro-batches and further modes take longer
+                if plain.batch.micro_size != AUTO:
+                    return
                 least = self._evaluate(name, config, 1) if plain is config and mode == "none" else None
                 fixed = self._fixed if least is None else least.reserved - (whole.reserved - least.reserved) / share
                 self._fixed = fixed
@@ -334,7 +327,8 @@ class _Search:
             key=lambda pair: (not pair[1].fits, self._rank(pair[1])),
         )
         best: Candidate | None = None
-        run: RunEstimate | None = None
+        plan: Plan | None = None
+        memory: StrategyMemory | None = None
         others: list[Candidate] = []
         for config, candidate in order:
             if best is None and candidate.fits and not candidate.why:
@@ -344,14 +338,13 @@ class _Search:
                 if self.estimator.fits(peak) and not (peak.reserved and peak.reserved.releases):
                     best, memory = known, StrategyMemory(candidate.layout, True, peak, True, time=time)
                     plan = self.estimator.planned(config)
-                    run = RunEstimate(plan, memory, run_costs(time, plan, self.cluster, self.price))
                     continue
                 candidate = replace(known, fits=False)
             others.append(candidate)
         others += [candidate for _, candidate in self.seen if candidate.seconds is None]
         others = [replace(each, why=each.why or self._why(each, best)) for each in others]
         others.sort(key=lambda each: (not each.fits, (each.reserved if best is None else each.seconds) or unknown))
-        return Found(best, others, self.simulations, run)
+        return Found(best, others, self.simulations, plan, memory)
 
     def _rank(self, candidate: Candidate) -> float:
         assert candidate.seconds is not None
@@ -452,3 +445,114 @@ def as_yaml(overlay: Mapping[str, Any]) -> str:
 def title(candidate: Candidate) -> str:
     """Return a config in short: its layout, micro-batch and activation checkpointing."""
     return config_title(candidate.layout, candidate.micro_size, candidate.checkpointing)
+
+
+def config_title(layout: str, samples: int, checkpointing: str) -> str:
+    """Return a config in short."""
+    mode = f", checkpointing {checkpointing}" if checkpointing != "none" else ""
+    return f"{layout}, micro-batch {samples}{mode}"
+
+
+# --- auto ---------------------------------------------------------------------------------------------------------
+
+
+def decide(estimator: Estimator) -> Decision:
+    """Return the strategy and the micro-batch that `auto` takes; what the config sets stays.
+
+    They are the fastest that fit where the GPU's speed is known, else the first that fit.
+    May raise ConfigError, Unpredictable.
+    """
+    assert estimator.memory is not None, "without a limit everything fits"
+    tokens = (estimator.facts.tokens_per_sample or 0) * TOKEN_BYTES
+    facts = estimator.config, estimator.ranks, estimator.parameters
+    by_time = _on_gpus(estimator) and not (tokens and is_plenty(*facts, tokens, estimator.memory))
+    finder = _Search(estimator, _usable(estimator), "time", automatic=True)
+    for name, config in _choices(estimator.config, estimator.ranks) if by_time else ():
+        finder.look_at(name, config)
+    if finder.seen and (found := finder.result()).best is not None:
+        return _decision(found.best, found.candidates, estimator)
+    refusal, seen = None, list[Candidate]()
+    for name, config in _choices(estimator.config, estimator.ranks):
+        try:
+            seen.insert(0, _largest(estimator, name, config, seen))
+        except ConfigError as error:
+            refusal = refusal or error
+            continue
+        if seen[0].fits:
+            return _decision(seen[0], seen[1:], estimator)
+    if seen:
+        decision = _decision(seen[0], seen[1:], estimator)
+        return replace(decision, why=f"{decision.why}, and nothing that auto may choose takes less")
+    assert refusal is not None, "there is a candidate"
+    raise refusal
+
+
+def _usable(estimator: Estimator) -> int:
+    """Return the bytes of a rank to compare with `taken`; `Estimator.fits` judges by the same."""
+    assert estimator.memory is not None, "a GPU's is known"
+    return estimator.memory if _on_gpus(estimator) else int(USABLE * estimator.memory)
+
+
+def _on_gpus(estimator: Estimator) -> bool:
+    return estimator.cluster is not None and estimator.cluster.gpu.device == "gpu"
+
+
+def _choices(config: Config, ranks: int) -> Iterator[tuple[str, Config]]:
+    if config.parallel.strategy != AUTO:
+        yield config.parallel.strategy, config
+    elif ranks == 1:
+        yield REFERENCE.name, under(config, REFERENCE, REFERENCE.variants[0])
+    else:
+        for strategy in strategies():
+            if strategy.combines.automatic:
+                yield strategy.name, under(config, strategy, strategy.variants[0])
+
+
+def _largest(estimator: Estimator, strategy: str, config: Config, seen: list[Candidate]) -> Candidate:
+    """Return the largest micro-batch that fits, or the smallest; put all others that were simulated into `seen`."""
+    tried: dict[int, Candidate] = {}
+    usable = _usable(estimator)
+
+    def fits(samples: int) -> bool:
+        peak = estimator.peak(config.with_values(batch={"micro_size": samples}))
+        mode = config.memory.activation_checkpointing.mode
+        tried[samples] = Candidate({}, strategy, samples, mode, None, taken(peak), estimator.fits(peak))
+        return bool(tried[samples].fits)
+
+    def bytes_of(samples: int) -> int:
+        return tried[samples].reserved or 0
+
+    def best(samples: int) -> Candidate:
+        seen.extend(each for other, each in tried.items() if other != samples)
+        return tried[samples]
+
+    share = estimator.planned(config).batch.micro_size
+    if fits(share) or config.batch.micro_size != AUTO or share == 1:
+        return best(share)
+    if not fits(1):
+        return best(1)
+    fraction = (usable - bytes_of(1)) / max(bytes_of(share) - bytes_of(1), 1)
+    samples = even(share, max(1, int(1 + fraction * (share - 1))))
+    while samples not in tried and not fits(samples):
+        samples = even(share, max(1, samples * 3 // 4))
+    return best(samples)
+
+
+def _decision(best: Candidate, others: Sequence[Candidate], estimator: Estimator) -> Decision:
+    """Return it with the reason: what fits, the next larger micro-batch, and each other strategy, in a line."""
+    assert estimator.memory is not None, "`decide` asserts it"
+    takes = "reserve" if _on_gpus(estimator) else "take"
+    parts = [f"micro-batches of {best.micro_size} {takes} {size(best.reserved or 0)} of {size(estimator.memory)}"]
+    known = sorted((each for each in others if each.reserved), key=lambda each: each.reserved or 0)
+    larger = [each for each in known if each.layout == best.layout and each.micro_size > best.micro_size]
+    parts += [f"{each.micro_size} would {takes} {size(each.reserved or 0)}" for each in larger[:1]]
+    least = {each.layout: each for each in reversed(known) if each.layout != best.layout}
+    for layout, each in least.items():
+        fastest = min((other.seconds for other in known if other.layout == layout and other.seconds), default=None)
+        slower = best.seconds and fastest and each.fits
+        parts.append(
+            f"{layout} is {fastest / best.seconds - 1:.0%} slower"
+            if slower and fastest and best.seconds
+            else f"{layout} needs {size(each.reserved or 0)}"
+        )
+    return Decision(best.layout, best.micro_size, "; ".join(parts))
