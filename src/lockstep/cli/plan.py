@@ -162,8 +162,8 @@ def _search(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     run, trust = _with_ranks(loaded, cluster), args.trust_remote_code
     with muted_stderr():  # of torch's remarks on a device that it doesn't know
         result = search(estimator_for(run, args.memory, cluster, trust_remote_code=trust), args.goal)
-    found = run_of(result, cluster, price)
-    costs: Mapping[str, float] = {} if found is None else found.costs
+    estimate = run_of(result, cluster, price)
+    costs: Mapping[str, float] = {} if estimate is None else estimate.costs
     if not args.json:
         echo(f"{name} on {cluster}\n{describe(result, args.goal)}", flush=True)
         if "hours" in costs:

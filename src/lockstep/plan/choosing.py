@@ -23,7 +23,7 @@ USABLE = 0.9
 """The fraction that tensors may take; an allocator keeps some, and leaves gaps."""
 
 TOKEN_BYTES = 16
-"""Of a token's ids and targets."""
+"""The ids and the target of a token."""
 
 _PLENTY = 0.5
 _STATE_PER_PARAMETER, _ACTIVATIONS_PER_INPUT, _ACTIVATIONS_PER_PARAMETER = 8, 2_000, 10  # bytes per byte, at most

@@ -193,17 +193,17 @@ def row_on(estimator: Estimator, price: Price | None) -> ClusterRow:
 def searched_on(estimator: Estimator, price: Price | None, goal: Goal) -> ClusterRow:
     """Return the best config on the estimator's cluster. May raise ConfigError."""
     assert estimator.cluster is not None, "there are GPUs to search on"
-    found = search(estimator, goal)
-    if (run := run_of(found, estimator.cluster, price)) is None or found.best is None:
+    result = search(estimator, goal)
+    if (run := run_of(result, estimator.cluster, price)) is None or result.best is None:
         return ClusterRow(estimator.cluster, price, why="nothing fits")
-    return ClusterRow(estimator.cluster, price, title(found.best), run, overlay=found.best.overlay)
+    return ClusterRow(estimator.cluster, price, title(result.best), run, overlay=result.best.overlay)
 
 
-def run_of(found: Found, cluster: GPUCluster, price: Price | None) -> RunEstimate | None:
+def run_of(result: Found, cluster: GPUCluster, price: Price | None) -> RunEstimate | None:
     """Return the estimate of the config that a search has found; None: it has found none."""
-    if found.plan is None or found.memory is None or found.memory.time is None:
+    if result.plan is None or result.memory is None or result.memory.time is None:
         return None
-    return RunEstimate(found.plan, found.memory, run_costs(found.memory.time, found.plan, cluster, price))
+    return RunEstimate(result.plan, result.memory, run_costs(result.memory.time, result.plan, cluster, price))
 
 
 def best_of(rows: Sequence[ClusterRow], goal: str) -> ClusterRow | None:

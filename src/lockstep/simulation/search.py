@@ -38,6 +38,7 @@ _DEPTH = 2  # blocks of the shallow model, and twice as many of the other
 _LONG = 16384  # tokens of a sequence from which on it may be sharded
 _EXPOSED = 0.1  # of a step; where less is left to hide, a pipeline's bubble takes what it saves
 _EXPOSED_PARTS: tuple[Share, ...] = ("communication", "host", "bubble")
+_COMPUTING: tuple[Share, ...] = ("matmul", "attention", "memory")
 _WORTH = 0.98  # of the best time; what saves less isn't looked at more closely
 _DEPTH_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _SHOWN = 5
@@ -147,6 +148,7 @@ class _Step(NamedTuple):
     seconds: float
     reserved: int
     exposed: float  # seconds in which nothing computes
+    computing: float  # seconds of operations, without the optimizer's
 
 
 @dataclass(slots=True)
@@ -158,7 +160,7 @@ class _Search:
     seen: list[tuple[Config, Candidate]] = field(default_factory=list)
     best: float = float("inf")
     exposed: float = 1.0  # of the best step: the share in which nothing computes
-    computing: dict[str, float] = field(default_factory=dict)  # seconds of operations in the largest micro-batches
+    computing: dict[tuple[str, int], float] = field(default_factory=dict)  # seconds by mode and micro-batch
     simulations: int = 0
     refusal: ConfigError | None = None
     _at_depth: dict[int, Estimator | None] = field(default_factory=dict)
@@ -208,13 +210,18 @@ class _Search:
         if kind in self._slow:
             return "slower: with a smaller degree it was"
         stages = plan.mesh.pipeline
-        if stages > 1 and self.best < float("inf"):
-            waits = (stages - 1) / (-(-plan.batch.global_size // plan.mesh.shares) + stages - 1)
-            if self.computing.get("none", 0.0) / (1 - waits) >= _WORTH * self.best:
-                return "slower, even if it only computed and waited for its stages"
-            if self.exposed < _EXPOSED:
-                return f"not simulated: of the best step, only {self.exposed:.0%} is left to save by it"
+        waits = (stages - 1) / (-(-plan.batch.global_size // plan.mesh.shares) + stages - 1)
+        if self._least("none", plan.batch.micro_size // plan.mesh.pieces) / (1 - waits) >= _WORTH * self.best:
+            return "slower, even if it only computed" + " and waited for its stages" * (stages > 1)
+        if stages > 1 and self.best < float("inf") and self.exposed < _EXPOSED:
+            return f"not simulated: of the best step, only {self.exposed:.0%} is left to save by it"
         return ""
+
+    def _least(self, mode: str, samples: int) -> float:
+        """Return the least seconds that operations take in micro-batches of at most this size, or of any."""
+        known = {size: seconds for (other, size), seconds in self.computing.items() if other == mode}
+        larger = [seconds for size, seconds in known.items() if size >= samples]
+        return max(larger, default=min(known.values(), default=0.0))
 
     def _modes(self, name: str, config: Config, plan: Plan, modes: Sequence[tuple[Config, Config]]) -> None:
         """Find the largest micro-batch that fits of each mode that may be better than the best."""
@@ -222,28 +229,30 @@ class _Search:
         for plain, config in modes:
             mode = config.memory.activation_checkpointing.mode
             line = self._lines.get(mode) if is_plain else None  # of the first layout, which has the same activations
+            if self._least(mode, share // plan.mesh.pieces) >= _WORTH * self.best:
+                return  # smaller micro-batches and further modes take longer
             if line is None:
                 whole = self._evaluate(name, plain, share)
-                if is_plain:
-                    self.computing[mode] = whole.seconds - whole.exposed
                 if whole.reserved <= self.memory or share == 1 or whole.seconds >= _WORTH * self.best:
                     return  # smaller micro-batches and further modes take longer
                 if plain.batch.micro_size != AUTO:
                     return
-                least = self._evaluate(name, config, 1) if plain is config and mode == "none" else None
+                is_first = plain is config and mode == modes[0][0].memory.activation_checkpointing.mode
+                least = self._evaluate(name, config, 1) if is_first else None
                 fixed = self._fixed if least is None else least.reserved - (whole.reserved - least.reserved) / share
                 self._fixed = fixed
                 line = fixed - state, (whole.reserved - fixed) / share
                 if is_plain:
                     self._lines[mode] = line
-            elif self.computing[mode] >= _WORTH * self.best:
-                return
             most = (self.memory - state - line[0]) / max(line[1], 1.0)
             if most < _HALF:
                 more = int(state + line[0] + line[1])
                 self._note(name, config, 1, None, more, "")
                 continue
-            if self._largest(name, config, share, even(share, max(1, int(most))), line[1]) == share:
+            samples = even(share, max(1, int(most)))
+            if is_plain and self._least(mode, samples) >= _WORTH * self.best:
+                self._note(name, config, samples, None, None, "slower, even if it only computed")
+            elif self._largest(name, config, share, samples, line[1]) == share:
                 return
 
     def _largest(self, name: str, config: Config, share: int, samples: int, slope: float) -> int:
@@ -268,6 +277,10 @@ class _Search:
         key = config.model_dump_json(include={"parallel", "batch", "memory"})
         if key not in self._known:
             self._known[key] = step = self._simulated(config)
+            plan = self.estimator.planned(config)
+            if plan.mesh.pieces * plan.mesh.context == 1:
+                mode = config.memory.activation_checkpointing.mode
+                self.computing[mode, samples] = min(step.computing, self.computing.get((mode, samples), step.computing))
             self._note(name, config, samples, step.seconds, step.reserved, "")
             if step.reserved <= self.memory and step.seconds < self.best:
                 self.best, self.exposed = step.seconds, step.exposed / step.seconds
@@ -275,23 +288,25 @@ class _Search:
 
     def _simulated(self, config: Config) -> _Step:
         """Return seconds and bytes, by two shallow models if the blocks of the model are alike."""
-        first, second = self._estimator(_DEPTH), self._estimator(2 * _DEPTH)
-        if first is None or second is None or self.estimator.planned(config).mesh.pipeline > 1:  # stages aren't alike
+        stages = self.estimator.planned(config).mesh.pipeline
+        depth = _DEPTH if stages == 1 else stages
+        first, second = self._estimator(depth), self._estimator(2 * depth)
+        if first is None or second is None:
             return self._step(self.estimator, config)
         elements = [_elements(each) for each in (first, second, self.estimator)]
-        blocks, rest = divmod((elements[2] - elements[0]) * _DEPTH, elements[1] - elements[0])
-        if rest or blocks <= _DEPTH:
+        blocks, rest = divmod((elements[2] - elements[0]) * depth, elements[1] - elements[0])
+        if rest or blocks <= depth:
             return self._step(self.estimator, config)
         pairs = zip(*(self._step(each, config) for each in (first, second)), strict=True)
-        seconds, reserved, exposed = (low + (high - low) * blocks / _DEPTH for low, high in pairs)
-        return _Step(seconds, int(reserved), max(0.0, exposed))
+        seconds, reserved, exposed, computing = (low + (high - low) * blocks / depth for low, high in pairs)
+        return _Step(seconds, int(reserved), max(0.0, exposed), computing)
 
     def _step(self, estimator: Estimator, config: Config) -> _Step:
         self.simulations += 1
         config = config.model_copy(update={"model": estimator.config.model})
         peak, time = simulated(replace(estimator, config=config, memory=None), config)
-        exposed = sum(time.parts[part] for part in _EXPOSED_PARTS)
-        return _Step(time.seconds, taken(peak), exposed)
+        exposed, computing = (sum(time.parts[part] for part in of) for of in (_EXPOSED_PARTS, _COMPUTING))
+        return _Step(time.seconds, taken(peak), exposed, computing)
 
     def _estimator(self, depth: int) -> Estimator | None:
         if depth not in self._at_depth:
@@ -469,8 +484,8 @@ def decide(estimator: Estimator) -> Decision:
     finder = _Search(estimator, _usable(estimator), "time", automatic=True)
     for name, config in _choices(estimator.config, estimator.ranks) if by_time else ():
         finder.look_at(name, config)
-    if finder.seen and (found := finder.result()).best is not None:
-        return _decision(found.best, found.candidates, estimator)
+    if finder.seen and (result := finder.result()).best is not None:
+        return _decision(result.best, result.candidates, estimator)
     refusal, seen = None, list[Candidate]()
     for name, config in _choices(estimator.config, estimator.ranks):
         try:
@@ -488,7 +503,7 @@ def decide(estimator: Estimator) -> Decision:
 
 
 def _usable(estimator: Estimator) -> int:
-    """Return the bytes of a rank to compare with `taken`; `Estimator.fits` judges by the same."""
+    """Return the bytes of a rank to compare with `taken`; `Estimator.fits` compares the same."""
     assert estimator.memory is not None, "a GPU's is known"
     return estimator.memory if _on_gpus(estimator) else int(USABLE * estimator.memory)
 
