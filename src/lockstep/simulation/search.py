@@ -21,14 +21,16 @@ from lockstep.core.formatting import aligned, differing, size
 from lockstep.plan.choosing import TOKEN_BYTES, USABLE, Decision, is_plenty
 from lockstep.simulation.estimate import Estimator, StrategyMemory, estimator_of, even, taken, under
 from lockstep.simulation.failing import Unpredictable
+from lockstep.simulation.memory import Peak
+from lockstep.simulation.reserved import Reserved
+from lockstep.simulation.timing import StepTime
 from lockstep.strategies.registry import AUTO, REFERENCE, find_strategy, strategies
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.plan.gpus import GPUCluster
     from lockstep.plan.plan import Plan
-    from lockstep.simulation.memory import Peak
-    from lockstep.simulation.timing import Share, StepTime
+    from lockstep.simulation.timing import Share
     from lockstep.simulation.trace import StepTrace
 
 Goal = Literal["time", "cost", "memory"]
@@ -42,6 +44,7 @@ _COMPUTING: tuple[Share, ...] = ("matmul", "attention", "memory")
 _WORTH = 0.98  # of the best time; what saves less isn't looked at more closely
 _DEPTH_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _SHOWN = 5
+_SURE = 0.97  # of the memory; where more seems to be taken, the whole model is simulated
 _HALF = 0.5  # of a sample; where less seems to fit, nothing is simulated
 
 
@@ -151,6 +154,11 @@ class _Step(NamedTuple):
     computing: float  # seconds of operations, without the optimizer's
 
 
+def _step_of(peak: Peak, time: StepTime) -> _Step:
+    exposed, computing = (sum(time.parts[part] for part in of) for of in (_EXPOSED_PARTS, _COMPUTING))
+    return _Step(time.seconds, taken(peak), exposed, computing)
+
+
 @dataclass(slots=True)
 class _Search:
     estimator: Estimator
@@ -166,7 +174,6 @@ class _Search:
     _at_depth: dict[int, Estimator | None] = field(default_factory=dict)
     _known: dict[str, _Step] = field(default_factory=dict)
     _lines: dict[str, tuple[float, float]] = field(default_factory=dict)  # bytes beside the state, and for a sample
-    _fixed: float = 0.0
     _slow: set[str] = field(default_factory=set)  # layouts, without their degrees
 
     def look_at(self, name: str, config: Config) -> None:
@@ -226,21 +233,24 @@ class _Search:
     def _modes(self, name: str, config: Config, plan: Plan, modes: Sequence[tuple[Config, Config]]) -> None:
         """Find the largest micro-batch that fits of each mode that may be better than the best."""
         share, state, is_plain = plan.batch.micro_size, plan.placement.total, plan.mesh.pieces * plan.mesh.context == 1
+        fixed: float | None = None
+        exposed = 0.0  # in the largest micro-batches; smaller ones communicate no less
         for plain, config in modes:
             mode = config.memory.activation_checkpointing.mode
             line = self._lines.get(mode) if is_plain else None  # of the first layout, which has the same activations
-            if self._least(mode, share // plan.mesh.pieces) >= _WORTH * self.best:
+            if self._least(mode, share // plan.mesh.pieces) + exposed >= _WORTH * self.best:
                 return  # smaller micro-batches and further modes take longer
             if line is None:
                 whole = self._evaluate(name, plain, share)
+                exposed = exposed or whole.exposed
                 if whole.reserved <= self.memory or share == 1 or whole.seconds >= _WORTH * self.best:
                     return  # smaller micro-batches and further modes take longer
                 if plain.batch.micro_size != AUTO:
                     return
-                is_first = plain is config and mode == modes[0][0].memory.activation_checkpointing.mode
-                least = self._evaluate(name, config, 1) if is_first else None
-                fixed = self._fixed if least is None else least.reserved - (whole.reserved - least.reserved) / share
-                self._fixed = fixed
+                if fixed is None:  # by what saves most beside the mode: with one micro-batch, nothing is accumulated
+                    saving = [each for first, each in modes if first == plain][-1]
+                    least = self._evaluate(name, saving, 1).reserved
+                    fixed = least - (whole.reserved - least) / (share - 1)
                 line = fixed - state, (whole.reserved - fixed) / share
                 if is_plain:
                     self._lines[mode] = line
@@ -250,7 +260,7 @@ class _Search:
                 self._note(name, config, 1, None, more, "")
                 continue
             samples = even(share, max(1, int(most)))
-            if is_plain and self._least(mode, samples) >= _WORTH * self.best:
+            if is_plain and self._least(mode, samples) + exposed >= _WORTH * self.best:
                 self._note(name, config, samples, None, None, "slower, even if it only computed")
             elif self._largest(name, config, share, samples, line[1]) == share:
                 return
@@ -276,7 +286,7 @@ class _Search:
         config = config.with_values(batch={"micro_size": samples})
         key = config.model_dump_json(include={"parallel", "batch", "memory"})
         if key not in self._known:
-            self._known[key] = step = self._simulated(config)
+            self._known[key] = step = _step_of(*self._simulated(config))
             plan = self.estimator.planned(config)
             if plan.mesh.pieces * plan.mesh.context == 1:
                 mode = config.memory.activation_checkpointing.mode
@@ -286,27 +296,22 @@ class _Search:
                 self.best, self.exposed = step.seconds, step.exposed / step.seconds
         return self._known[key]
 
-    def _simulated(self, config: Config) -> _Step:
-        """Return seconds and bytes, by two shallow models if the blocks of the model are alike."""
+    def _simulated(self, config: Config, blocks: int = _DEPTH) -> tuple[Peak, StepTime]:
+        """Return peak and time, by two models of N and 2 N blocks (of a stage: one and two) if all blocks are alike."""
         stages = self.estimator.planned(config).mesh.pipeline
-        depth = _DEPTH if stages == 1 else stages
+        depth = blocks if stages == 1 else stages * blocks // _DEPTH
         first, second = self._estimator(depth), self._estimator(2 * depth)
-        if first is None or second is None:
-            return self._step(self.estimator, config)
-        elements = [_elements(each) for each in (first, second, self.estimator)]
-        blocks, rest = divmod((elements[2] - elements[0]) * depth, elements[1] - elements[0])
-        if rest or blocks <= depth:
-            return self._step(self.estimator, config)
-        pairs = zip(*(self._step(each, config) for each in (first, second)), strict=True)
-        seconds, reserved, exposed, computing = (low + (high - low) * blocks / depth for low, high in pairs)
-        return _Step(seconds, int(reserved), max(0.0, exposed), computing)
+        if first is not None and second is not None:
+            elements = [_elements(each) for each in (first, second, self.estimator)]
+            more, rest = divmod((elements[2] - elements[0]) * depth, elements[1] - elements[0])
+            if not rest and more > depth:
+                return extrapolated(*(self._run(each, config) for each in (first, second)), more / depth)
+        return self._run(self.estimator, config)
 
-    def _step(self, estimator: Estimator, config: Config) -> _Step:
+    def _run(self, estimator: Estimator, config: Config) -> tuple[Peak, StepTime]:
         self.simulations += 1
         config = config.model_copy(update={"model": estimator.config.model})
-        peak, time = simulated(replace(estimator, config=config, memory=None), config)
-        exposed, computing = (sum(time.parts[part] for part in of) for of in (_EXPOSED_PARTS, _COMPUTING))
-        return _Step(time.seconds, taken(peak), exposed, computing)
+        return simulated(replace(estimator, config=config, memory=None), config)
 
     def _estimator(self, depth: int) -> Estimator | None:
         if depth not in self._at_depth:
@@ -347,10 +352,14 @@ class _Search:
         others: list[Candidate] = []
         for config, candidate in order:
             if best is None and candidate.fits and not candidate.why:
-                self.simulations += 1
-                peak, time = simulated(replace(self.estimator, config=config), config)
+                peak, time = self._simulated(config, 2 * _DEPTH)
+                fits: bool | None = True
+                if taken(peak) > _SURE * self.memory:  # then the allocator may have to give memory back
+                    self.simulations += 1
+                    peak, time = simulated(replace(self.estimator, config=config), config)
+                    fits = self.estimator.fits(peak) and not (peak.reserved and peak.reserved.releases)
                 known = replace(candidate, seconds=time.seconds, reserved=taken(peak))
-                if self.estimator.fits(peak) and not (peak.reserved and peak.reserved.releases):
+                if fits:
                     best, memory = known, StrategyMemory(candidate.layout, True, peak, True, time=time)
                     plan = self.estimator.planned(config)
                     continue
@@ -382,6 +391,27 @@ def simulated(estimator: Estimator, config: Config) -> tuple[Peak, StepTime]:
     peak = estimator.peak(config, traces)
     assert estimator.cluster is not None
     return peak, estimator.time_of(config, traces, estimator.cluster)
+
+
+def extrapolated(low: tuple[Peak, StepTime], high: tuple[Peak, StepTime], steps: float) -> tuple[Peak, StepTime]:
+    """Return peak and time of a deeper model, on the line through two: `steps` is the distance, from low to high 1."""
+
+    def on(first: float, second: float) -> float:
+        return first + (second - first) * steps
+
+    (peak, time), (other, longer) = low, high
+    reserved = None
+    if peak.reserved is not None and other.reserved is not None:
+        sizes = zip(peak.reserved.as_json().values(), other.reserved.as_json().values(), strict=True)
+        _, allocator, workspaces, context, nccl = (int(on(*pair)) for pair in sizes)
+        reserved = Reserved(allocator, workspaces, context, nccl)
+    categories = {name: int(on(size, other.by_category[name])) for name, size in peak.by_category.items()}
+    parts = {part: max(0.0, on(seconds, longer.parts[part])) for part, seconds in time.parts.items()}
+    seconds, flops = on(time.seconds, longer.seconds), on(time.flops, longer.flops)
+    mfu = time.mfu * (flops / seconds) / (time.flops / time.seconds)
+    hidden = max(0.0, on(time.hidden, longer.hidden))
+    bytes_ = int(on(peak.bytes, other.bytes))
+    return Peak(bytes_, categories, reserved=reserved), StepTime(seconds, parts, hidden, flops, mfu)
 
 
 def _elements(estimator: Estimator) -> int:

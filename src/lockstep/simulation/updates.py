@@ -8,12 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
+from unittest.mock import patch
 
 from torch import nn
 
 from lockstep.core.progress import Progress
 from lockstep.loop.components import Purpose
 from lockstep.loop.session import components_of
+from lockstep.sharding.collective_order import NumberExchange
 from lockstep.simulation import device
 from lockstep.simulation.memory import MemoryLedger, Peak, module_of, resizes_seen
 from lockstep.simulation.ranks import simulated_rank
@@ -51,7 +53,7 @@ def peak_of_rank(
         ledger, watchers = MemoryLedger(device_type), simulated.execution.watchers
         if device_type != "cpu":
             watchers.append(ledger.see)
-        with resizes_seen(ledger):
+        with resizes_seen(ledger), patch.object(NumberExchange, "exchange", _equal_numbers):
             copied = replace(given, model=copy.deepcopy(given.model)) if isinstance(given.model, nn.Module) else given
             recorder = None if trace is None else partial(recorded, trace, simulated.execution)
             session = assemble(config, simulated.world, copied, Purpose.RESUME)  # initial values are not drawn
@@ -67,6 +69,11 @@ def peak_of_rank(
         if trace is not None:
             trace.allocations = ledger.allocations()
         return ledger.peak()
+
+
+def _equal_numbers(ranks: NumberExchange, number: int) -> list[int]:
+    """Return what all ranks would send: of a thousand, each message would take longer to simulate than a block."""
+    return [number] * len(ranks.ranks)
 
 
 def run_updates(session: Session, ledger: MemoryLedger, updates: int, recorder: Recorder | None = None) -> None:
