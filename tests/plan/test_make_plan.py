@@ -48,6 +48,14 @@ def test_a_plan_derives_every_number():
     assert planned.warnings == ()
 
 
+def test_a_checkpoint_holds_parameters_and_optimizer_state():
+    whole, adapter = plan(), plan(model={"kind": "transformer", "adapter": {"kind": "lora"}})
+    assert whole.checkpoint_bytes == 4 * (70 + 2 * 30 + 2), "two moments, and the steps of two parameters"
+    assert adapter.checkpoint_bytes == 4 * (3 * 30 + 2), "without the base"
+    assert as_json(whole)["checkpoint_seconds"] == whole.checkpoint_bytes / 1e9
+    assert "528 B" in describe(whole)
+
+
 @pytest.mark.parametrize(
     ("memory", "sections", "strategy", "why"),
     [

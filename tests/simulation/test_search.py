@@ -20,6 +20,7 @@ from lockstep.config.loading import load
 from lockstep.config.schema import Config
 from lockstep.plan.gpus import GPUCluster
 from lockstep.simulation.estimate import Estimator, estimator_of
+from lockstep.simulation.planning import NO_LENGTH, describe_clusters, row_on
 from lockstep.simulation.search import Found, describe, overlay_of, search, simulated
 
 
@@ -175,6 +176,18 @@ def test_a_search_on_the_cpu_counts_tensors() -> None:
     found = search(estimator(large(1, "auto", model=sized(2)), cluster(per_node=1, device="cpu")))
     assert found.best is not None
     assert (found.best.layout, found.best.checkpointing) == ("single", "none")
+
+
+def test_hours_are_left_out_where_the_length_is_unknown() -> None:
+    known, unknown = (
+        row_on(estimator(large(1, "single", model=sized(2), run=run), cluster(per_node=1)), None)
+        for run in ({"steps": 10}, {"epochs": 3})
+    )
+    assert known.as_json()["hours"] > 0
+    assert "hours" not in unknown.as_json(), "the data isn't here: an epoch may have any length"
+    assert unknown.as_json()["tokens_per_second"] == pytest.approx(known.as_json()["tokens_per_second"])
+    assert NO_LENGTH in describe_clusters([unknown], None)
+    assert NO_LENGTH not in describe_clusters([known], None)
 
 
 def test_several_clusters_have_a_row_each(tmp_path: Path) -> None:

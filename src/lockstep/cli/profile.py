@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lockstep.cli.arguments import CONFIG_EPILOG, Command, Parser, add_json, add_run, approved_config, run_path, whole
-from lockstep.core.errors import RunFailed
+from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.json_output import emit
 from lockstep.core.near_runs import not_a_run
-from lockstep.core.terminal import command_line, echo
+from lockstep.core.terminal import command_line, echo, muted_stderr
 
 if TYPE_CHECKING:
     from lockstep.profiling.traces import Trace
@@ -47,6 +47,8 @@ def plain(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=_ranks, default=(0,), metavar="all|0,3", help="ranks that record; default 0")
     parser.add_argument("--stacks", action="store_true", help="record Python lines, too: larger, slower")
     parser.add_argument("--show", action="store_true", help="record nothing: only the summary of existing traces")
+    text = "the run's, as of lockstep plan: show the predicted parts, too; GPUs that plan knows need no flag"
+    parser.add_argument("--gpus", metavar="NAME:N", help=text)
     parser.add_argument("--timeout", type=whole, default=600, metavar="S", help="seconds to wait; default %(default)s")
     add_json(parser)
     args = parser.parse_args(arguments)
@@ -60,10 +62,33 @@ def plain(arguments: Sequence[str]) -> int:
     traces = [read_trace(path) for path in _recorded(args)]
     for line in summary_lines(traces):
         echo(line)
+    planned = _planned(args, traces)
     if args.json:
         findings = [asdict(finding) for finding in findings_of(traces)]
-        emit({"run": str(args.run), "traces": [_record(trace) for trace in traces], "findings": findings})
+        emit({"run": str(args.run), "traces": [_record(trace) for trace in traces], "findings": findings, **planned})
     return 0
+
+
+def _planned(args: argparse.Namespace, traces: Sequence[Trace]) -> dict[str, object]:
+    """Print the parts of the newest update beside the plan's, where the GPUs are known; return both."""
+    from lockstep.monitor.attempts import read_attempts
+    from lockstep.profiling.planned import cluster_of_run, measured_parts, planned_lines, planned_time
+    from lockstep.simulation.failing import Unpredictable
+
+    attempts = read_attempts(args.run)
+    cluster = cluster_of_run(attempts[-1], args.gpus) if attempts and traces else None
+    if cluster is None:
+        return {}
+    loaded, _ = approved_config([str(args.run)], (), trusted=False)
+    try:
+        with muted_stderr():  # of torch's remarks on a device that it doesn't know
+            step = planned_time(loaded, attempts[-1], cluster)
+    except (ConfigError, Unpredictable) as why:
+        echo(f"no prediction to compare with: {why}")
+        return {}
+    for line in planned_lines(traces[-1], step):
+        echo(line)
+    return {"measured": measured_parts(traces[-1]), "predicted": dict(step.parts)}
 
 
 def _recorded(args: argparse.Namespace) -> list[Path]:

@@ -234,9 +234,11 @@ class _Search:
         """Find the largest micro-batch that fits of each mode that may be better than the best."""
         share, state, is_plain = plan.batch.micro_size, plan.placement.total, plan.mesh.pieces * plan.mesh.context == 1
         fixed: float | None = None
+        reached = 0
         exposed = 0.0  # in the largest micro-batches; smaller ones communicate no less
         for plain, config in modes:
             mode = config.memory.activation_checkpointing.mode
+            reached = 0 if plain is config else reached
             line = self._lines.get(mode) if is_plain else None  # of the first layout, which has the same activations
             if self._least(mode, share // plan.mesh.pieces) + exposed >= _WORTH * self.best:
                 return  # smaller micro-batches and further modes take longer
@@ -260,25 +262,27 @@ class _Search:
                 self._note(name, config, 1, None, more, "")
                 continue
             samples = even(share, max(1, int(most)))
+            if plain is not config and samples <= reached:
+                continue  # what saves memory beside the mode only takes time
             if is_plain and self._least(mode, samples) + exposed >= _WORTH * self.best:
                 self._note(name, config, samples, None, None, "slower, even if it only computed")
-            elif self._largest(name, config, share, samples, line[1]) == share:
+            elif (reached := self._largest(name, config, share, samples, line[1])) == share:
                 return
 
     def _largest(self, name: str, config: Config, share: int, samples: int, slope: float) -> int:
-        """Return the largest micro-batch that fits, near a guess; or 1."""
+        """Return the largest micro-batch that fits, near a guess; 0 if none does."""
         tried = set[int]()
         while True:
             tried.add(samples)
             left = self.memory - self._evaluate(name, config, samples).reserved
             if left < 0:
                 if samples == 1:
-                    return 1
+                    return 0
                 following = even(share, max(1, min(samples * 3 // 4, int(samples + left / max(slope, 1.0)))))
             else:
                 following = even(share, int(samples + left / max(slope, 1.0)))
             if following in tried or (left >= 0 and following < samples):
-                return samples
+                return min(samples, following) if left < 0 else samples
             samples = following
 
     def _evaluate(self, name: str, config: Config, samples: int) -> _Step:
@@ -305,7 +309,8 @@ class _Search:
             elements = [_elements(each) for each in (first, second, self.estimator)]
             more, rest = divmod((elements[2] - elements[0]) * depth, elements[1] - elements[0])
             if not rest and more > depth:
-                return extrapolated(*(self._run(each, config) for each in (first, second)), more / depth)
+                low, high = (self._run(each, config) for each in (first, second))
+                return extrapolated(low, high, more / depth)
         return self._run(self.estimator, config)
 
     def _run(self, estimator: Estimator, config: Config) -> tuple[Peak, StepTime]:
@@ -352,9 +357,10 @@ class _Search:
         others: list[Candidate] = []
         for config, candidate in order:
             if best is None and candidate.fits and not candidate.why:
-                peak, time = self._simulated(config, 2 * _DEPTH)
-                fits: bool | None = True
-                if taken(peak) > _SURE * self.memory:  # then the allocator may have to give memory back
+                fits: bool | None = (candidate.reserved or 0) <= _SURE * self.memory
+                if fits:
+                    peak, time = self._simulated(config, 2 * _DEPTH)
+                if not fits or taken(peak) > _SURE * self.memory:  # the allocator may have to give memory back
                     self.simulations += 1
                     peak, time = simulated(replace(self.estimator, config=config), config)
                     fits = self.estimator.fits(peak) and not (peak.reserved and peak.reserved.releases)
