@@ -80,6 +80,8 @@ def asked(variant: str, feature: str, ranks: int) -> dict[str, Any]:
     if feature and feature not in ASKS:
         sections = {"optim": {"name": feature, "lr": 1e-3}}
     parallel = asking_for(variant, ranks)
+    if feature == "companion" and "tensor" in parallel:  # its loss takes whole logits
+        parallel = {**parallel, "tensor_parallel": {**parallel["tensor_parallel"], "loss_parallel": False}}
     if sections.pop("loss", False):
         parallel = {**parallel, "tensor_parallel": {**parallel.get("tensor_parallel", {}), "loss_parallel": True}}
     if sections.pop("offload", False) and parallel["strategy"] == "deepspeed":
@@ -231,7 +233,8 @@ def test_what_is_tested_is_the_single_process(variant: str, features: list[str],
             assert run.losses == pytest.approx(expected.losses, rel=TOLERANCE.get(first, OPTIMIZERS)), names
             for key, value in expected.weights.items():
                 off = np.sqrt(np.mean((run.weights[key] - value) ** 2))  # lion goes by signs, and some are noise's
-                assert off <= 0.1 * UPDATES * 1e-3, f"{names} {key}"
+                most = 0.1 * UPDATES * 1e-3 if first != "bf16 parameters" else 1e-3  # whose next number is 4e-3 away
+                assert off <= most, f"{names} {key}"
 
 
 def test_features_share_runs_and_none_is_left_out() -> None:

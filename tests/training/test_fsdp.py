@@ -135,11 +135,11 @@ def _local(tensor: Any) -> Any:
         ),
         (
             {"parallel": {**fsdp(), "data": 2}},
-            "parallel.data: fsdp with FULL_SHARD has one replica; HYBRID_SHARD has 2, or leave parallel.data out",
+            "parallel.data: fsdp with FULL_SHARD has one replica; leave parallel.data out, or write parallel.fsdp.sharding_strategy: HYBRID_SHARD",
         ),
         (
             {"parallel": {**fsdp(sharding_strategy="HYBRID_SHARD"), "data": 2, "shard": 2}},
-            "parallel: data x shard = 2 x 2 = 4, but there are 2 ranks. data = 1 gives 2; or start 4 ranks.",
+            "parallel: data x shard = 2 x 2 = 4, not 2, the number of ranks. data = 1 gives 2; or start 4 ranks.",
         ),
         (
             {"parallel": {"strategy": "ddp", "shard": 2}},

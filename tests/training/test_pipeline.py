@@ -185,11 +185,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a name that isn't there": (
         text(13, 2, pipeline=2, pipeline_parallel={"split": ["blocks.9"]}),
-        "no block 'blocks.9'; there are blocks.0, blocks.1, blocks.2, blocks.3",
+        "blocks.9: name the first block of each of the 2 stages",
     ),
     "too many names": (
         text(13, 2, pipeline=2, pipeline_parallel={"split": ["blocks.1", "blocks.2"]}),
-        "2 names make 3 stages, but there are 2",
+        "blocks.1, blocks.2: name the first block of each of the 2 stages",
     ),
     "fsdp beside zero-bubble": (text(13, 2, **pipeline(2, "zbv", strategy="fsdp")), "FSDP doesn't see them"),
     "options of DDP": (text(13, 2, ddp={"bucket_mb": 1.0}, **pipeline(2, "1f1b")), "leave it out"),
@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "2, but 1f1b has 1 a rank; take interleaved-1f1b",
     ),
     "deepspeed": (text(13, 2, strategy="deepspeed", pipeline=2), "deepspeed doesn't go with parallel.pipeline 2"),
-    "a mesh that doesn't multiply out": (text(13, 2, pipeline=3), "start 3 ranks"),
+    "a mesh that doesn't multiply out": (text(13, 2, pipeline=3), "Start 3 ranks"),
     "the same bits": (
         {**text(13, 2, pipeline=2), "run": {"steps": 8, "determinism": "invariant"}},
         "invariant needs every rank to compute the whole model",

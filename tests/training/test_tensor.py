@@ -255,7 +255,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "2 doesn't divide the 3 experts; take 1 or 3",
     ),
     "our heads": (text(tensor=2, model={"heads": 4, "kv_heads": 1}), "2 doesn't divide the 1 key-value heads; take 1"),
-    "a mesh that doesn't multiply out": (text(tensor=3), "start 3 ranks"),
+    "a mesh that doesn't multiply out": (text(tensor=3), "Start 3 ranks"),
     "sequences of the transformers library": (
         decoder("llama", tensor=2, tensor_parallel=SEQUENCE),
         "don't name where to shard a sequence",

@@ -106,8 +106,9 @@ class Console(ReportWriter):
             return
         self._next_epoch = self._last.seconds + _MIN_SECONDS
         part = "" if report.whole else ", since it was resumed"
-        loss, seconds = formatting.value(report.loss), formatting.duration(report.seconds)
-        self._output.print(f"step {report.step:,}: epoch {report.epoch + 1} done: mean loss {loss}, {seconds}{part}")
+        loss = f"mean loss {formatting.value(report.loss)}" if report.loss == report.loss else "no update was kept"
+        seconds = formatting.duration(report.seconds)
+        self._output.print(f"step {report.step:,}: epoch {report.epoch + 1} done: {loss}, {seconds}{part}")
 
     def logged(self, step: int, logged: Logged) -> None:
         self._values = {**self._values, **logged.values}

@@ -308,7 +308,7 @@ def _refuse_for_tensor_parallel(config: Config, given: UserObjects, objective: E
         )
         raise ConfigError(Problem("", "parallel.tensor", why))
     if config.parallel.tensor_parallel.loss_parallel and not isinstance(objective, TargetLoss | ClassifierLoss):
-        why = "true, but a custom objective takes whole logits; write false"
+        why = "true, but this objective takes whole logits; write false"
         raise ConfigError(Problem("", "parallel.tensor_parallel.loss_parallel", why))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -64,8 +65,12 @@ class StateGuard:
         return [weight for slots in self._slots for weight in slots.values()]
 
     def check_weights(self, before: Sequence[Tensor | None]) -> None:
-        """Raise ConfigError if the modules don't have the same tensors as parameters as in the forward."""
-        if any(now is not then for now, then in zip(self.weights(), before, strict=True)):
+        """Raise ConfigError if the modules don't have the same tensors as parameters as in the forward.
+
+        FSDP's own exchange of a unit's shards for whole parameters, and back, aside.
+        """
+        pairs = [(now, then) for now, then in zip(self.weights(), before, strict=True) if now is not then]
+        if any(isinstance(now, DTensor) == isinstance(then, DTensor) for now, then in pairs):
             raise _refusal(
                 f"{self._name} is called with other tensors than its parameters (torch.func.functional_call)"
             )
