@@ -24,7 +24,6 @@ FAMILIES = {
 ASKED_BY = {
     "accumulation": "batch.micro_size: 2",
     "uneven batches": "batch.global_size: 13",
-    "compile": "model.compile: true",
     "activation checkpointing": "memory.activation_checkpointing.mode: full",
     "selective checkpointing": "memory.activation_checkpointing.mode: selective",
     "activation offload": "memory.activation_offload: cpu",

@@ -94,11 +94,9 @@ def packed_folder() -> str:
 
 def config(layout: str, feature: str, precision: str) -> dict[str, Any]:
     """The config of a cell."""
-    made = asked(layout, "" if feature == "compile" or feature in OPTIONS else feature, _ranks(layout))
+    made = asked(layout, "" if feature in OPTIONS else feature, _ranks(layout))
     if feature in OPTIONS:
         made = _merged(made, OPTIONS[feature][1])
-    if feature == "compile":
-        made["model"]["compile"] = True
     if feature == "packed data":
         made["data"]["train"]["folder"] = packed_folder()
         made["model"]["vocabulary"] = None
@@ -128,7 +126,8 @@ def _merged(sections: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
     return made
 
 
-_NOT_SIMULATED = ("export", "nf4 base", "int8 base")  # of a checkpoint; bitsandbytes needs real weights
+_NOT_SIMULATED = ("compile", "export", "nf4 base", "int8 base")
+"""torch compiles for devices that it knows; an export is of a checkpoint; bitsandbytes needs real weights."""
 
 
 def features(layout: str) -> Iterator[str]:

@@ -177,13 +177,12 @@ def test_a_module_of_the_user_is_left_as_it_is() -> None:
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
-def test_a_language_model_needs_no_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Estimator, "_suits", lambda *_: False)
+def test_a_language_model_needs_no_dataset() -> None:
     sizes = {"kind": "transformer", "vocabulary": 64, "layers": 1, "width": 16, "heads": 2}
     config = {"model": sizes, "batch": {"global_size": 8, "micro_size": 4}, "run": {"steps": 1}}
     peaks = []
     for length in (16, 32):
-        [row] = lockstep.estimate_memory(config, ranks=2, length=length)
+        row = next(row for row in lockstep.estimate_memory(config, ranks=2, length=length) if row.planned)
         assert row.peak is not None, row.note
         peaks.append(row.peak.by_category["activations"])
     assert peaks[1] >= 1.5 * peaks[0]

@@ -25,7 +25,10 @@ WAITS = {
     # DeepSpeed: stage 3 reads gradients after its own stream
     "reduced": "Stream.synchronize in deepspeed.py:_backward",
     # DeepSpeed: after the gather of small parameters
-    "gathered": "synchronize in deepspeed_accelerator.py:synchronize < deepspeed.py:_step",
+    "gathered": (
+        "synchronize in deepspeed.py:_step",
+        "synchronize in deepspeed_accelerator.py:synchronize < deepspeed.py:_step",
+    ),
     # the host reads gradients that were copied to it
     "offloaded": "Event.synchronize in deepspeed_shards.py:gradients_of",
     # the host updates: it must know whether to, and by what to divide

@@ -145,6 +145,8 @@ class Estimator:
             return StrategyMemory(name, planned, None, None, refusal or str(error), fails=fails)
         fits = self.fits(peak)
         note = refusal or (self.remedy(config) if planned and fits is False else "")
+        if config.model.compile and not note:
+            note = "of the model without torch.compile"
         time = None if self.cluster is None else self.time_of(config, traces, self.cluster)
         return StrategyMemory(name, planned, peak, fits, note, time=time)
 
@@ -167,6 +169,8 @@ class Estimator:
             traces: Receives the work of a step, by pipeline stage, if there is a cluster to time it for.
         """
         plan = self.planned(config)
+        if config.memory.activation_checkpointing.mode == "budget":
+            raise Unpredictable("not simulated: torch's compiler selects what a budget recomputes")
         return self.exactly(_shortened(readable(config, self.facts), plan), UPDATES, traces)
 
     def exactly(self, config: Config, updates: int, traces: list[StepTrace] | None = None) -> Peak:
@@ -252,7 +256,8 @@ def _shortened(config: Config, plan: Plan) -> Config:
     size = min(config.batch.global_size, plan.batch.micro_size * plan.mesh.shares * micro_batches)
     length = {"steps": 4 * UPDATES, "samples": None, "tokens": None, "epochs": None}
     batch = {"global_size": size, "micro_size": plan.batch.micro_size}
-    return config.with_values(batch=batch, run=length, data={"evaluation": {}}, parallel={"strategy": plan.strategy})
+    values = {"batch": batch, "run": length, "data": {"evaluation": {}}, "model": {"compile": False}}
+    return config.with_values(**values, parallel={"strategy": plan.strategy})
 
 
 def _changes(config: Config, plan: Plan) -> Iterator[dict[str, object]]:
