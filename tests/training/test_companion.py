@@ -244,6 +244,84 @@ def test_plan_counts_no_copy_of_a_base(
     assert bool(companion_facts(asked, DataFacts(40, None, vocabulary=1024), own, trust_remote_code=False)) is held
 
 
+# --- computed before training -----------------------------------------------------------------------------------------
+
+
+def once(kind: str, **more: Any) -> Config:
+    return {"kind": kind, "precompute": True, **more}
+
+
+@pytest.mark.parametrize("kind", REFERENCED)
+def test_a_reference_computed_once_is_the_same_run(kind: str, chat: Path) -> None:
+    batch = {"global_size": 7, "micro_size": 2}
+    kept = {**config(chat, kind)["data"], "leave_out": [[3, 4]], "bad_samples": {"policy": "skip"}}
+    for sections in ({}, {"data": kept}):
+        expected = recorded(config(chat, kind, batch=batch, **sections), updates=4)
+        asked = config(chat, kind, objective=once(kind), batch=batch, **sections)
+        run = recorded(asked, updates=4)
+        assert run.losses == pytest.approx(expected.losses, rel=1e-6)
+        assert run.evaluations[0] == pytest.approx(expected.evaluations[0], rel=1e-5, abs=1e-6)
+        with lockstep.session(asked) as session:
+            assert components_of(session).engine._prepare is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3", "tensor"])
+def test_a_reference_computed_once_is_the_same_under_each_strategy(strategy: str, chat: Path) -> None:
+    batch = {"global_size": 7, "micro_size": 3}
+    asked = [
+        make(chat, kind, *more, parallel=asking_for(strategy, 2), batch=batch, objective=once(kind))
+        for make, kind, *more in ((config, "dpo"), (config, "kto"), (adapted, "dpo", LORA))
+        if make is config or strategy != "tensor"
+    ]
+    expected = [alone("dpo", chat), alone("kto", chat), recorded(adapted(chat, "dpo", LORA), updates=3)]
+    for run, alike in zip(recorded_all(asked, ranks=2, updates=3), expected, strict=False):
+        for name, value in alike.evaluations[0].items():
+            assert run.evaluations[0][name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+        assert differences(replace(run, evaluations=alike.evaluations), alike) == []
+
+
+def test_a_resumed_run_reads_what_was_computed(chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.assembly import companion
+
+    teacher(tmp_path / "teacher", seed=1)
+    constant = {"kind": "constant"}
+    asked = config(chat, "dpo", objective=once("dpo", companion=str(tmp_path / "teacher")), schedule=constant)
+    computed: list[int] = []
+    original = companion._computed
+
+    def counting(source: Any, *rest: Any) -> torch.Tensor:
+        computed.append(source.facts.samples)
+        return original(source, *rest)
+
+    monkeypatch.setattr(companion, "_computed", counting)
+    losses = []
+    for steps in (2, 4):
+        run = {"steps": steps, "folder": str(tmp_path / "run")}
+        lockstep.train({**asked, "run": run, "launch": {"device": "cpu"}, "monitor": {"every": 1}})
+        losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(computed) == [5, 21]  # the evaluation set and the training data, in the first run
+    plain = {**asked, "objective": {**asked["objective"], "precompute": False}, "run": {"steps": 4}}
+    assert losses == pytest.approx(recorded(plain, updates=4).losses, rel=1e-6)
+
+
+def test_plan_counts_no_reference_that_is_computed_once(chat: Path) -> None:
+    own, facts = [ParameterFacts("weight", (64, 64), 4, True)], DataFacts(40, None, vocabulary=1024, pairs=True)
+    sections = {"parallel": asking_for("fsdp", 4), "batch": {"global_size": 24, "micro_size": 2}}
+    sent = []
+    for kind, objective in (("simpo", {"kind": "simpo"}), ("dpo", once("dpo"))):
+        asked = validate(config(chat, kind, objective=objective, **sections)).config
+        assert companion_facts(asked, facts, own, trust_remote_code=False) == []
+        sent.append(make_plan(asked, 4, facts, own).sent)
+    assert sent[0] == sent[1]
+
+
+def test_numbers_of_samples_that_may_differ_in_each_epoch_are_refused() -> None:
+    asked = {**small.config(), "objective": once("dpo")}
+    asked["data"] = {"train": {"kind": "custom", "target": "kit.small:Rows"}}
+    with fails(ConfigError, "epoch", key="objective.precompute"), lockstep.session(asked):
+        pass
+
+
 # --- where it is ------------------------------------------------------------------------------------------------------
 
 
@@ -434,6 +512,7 @@ def test_a_loss_of_torch_has_no_companion() -> None:
         ({"kind": "dpo"}, {"desirable": "good", "rejected": None}, ("desirable", "kto", "dpo")),
         ({"kind": "kto"}, {"desirable": "good", "rejected": None, "packed": True}, ("packed",)),
         ({"kind": "dpo", "desirable_weight": 2.0}, {}, ("desirable_weight", "kto", "dpo")),
+        ({"kind": "orpo", "precompute": True}, {}, ("precompute", "dpo", "orpo")),
     ],
 )
 def test_what_would_be_ignored_is_refused(

@@ -10,32 +10,47 @@ that model without the adapter: there is no second one.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+import torch
+from safetensors import safe_open
 
 from lockstep.assembly.adapters import continues, identity_of, identity_of_values, lower_frozen
 from lockstep.assembly.parallelize import WholeModel, parallelize, tensor_plan_of
-from lockstep.config.schema import ActivationCheckpointing, HuggingFaceModel
+from lockstep.config.schema import ActivationCheckpointing, HuggingFaceModel, Loader
 from lockstep.config.training_sections import INITIAL
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.files import write_atomically
+from lockstep.core.terminal import echo
+from lockstep.data.loader import evaluation_batches
+from lockstep.data.sources import ReferencedSource
+from lockstep.data.windows import fingerprint
+from lockstep.distributed.collectives import from_first_rank
 from lockstep.models.build import build_meta_model, build_model, parameter_facts, sketch_model
 from lockstep.models.model_tensors import model_tensors
 from lockstep.models.weight_matching import match_initial_weights
 from lockstep.optim.absent import NoOptimizer
+from lockstep.plan.batch import micro_ranges
 from lockstep.strategies.registry import REFERENCE, find_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
-    import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from lockstep.assembly.user_objects import UserObjects
     from lockstep.config.schema import Config, Model
-    from lockstep.core.protocols import Axis
+    from lockstep.core.protocols import Axis, Source
     from lockstep.core.records import DataFacts, Inputs, ParameterFacts
+    from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
+    from lockstep.engine.companion import Companion
     from lockstep.plan.plan import Plan
 
 _KEY = "objective.companion"
@@ -71,7 +86,7 @@ def companion_facts(
     config: Config, facts: DataFacts, own: Sequence[ParameterFacts], *, trust_remote_code: bool
 ) -> list[ParameterFacts]:
     """Return the facts of the companion's parameters; `own`: of the model's. Raises ConfigError."""
-    section = _section(config)
+    section = None if config.objective.precompute else _section(config)
     if section is not None and section is not config.model:
         sketch = sketch_model(section, facts, trust_remote_code=trust_remote_code).requires_grad_(False)
         own = parameter_facts(lower_frozen(sketch, config))
@@ -148,3 +163,66 @@ def companion_identity(config: Config, whole: WholeModel | None, axis: Axis) -> 
         return identity_of_values(whole.module, whole.module.state_dict(), axis)
     place = None if section is None else getattr(section, "pretrained", None) or section.init_from
     return None if place is None else identity_of(place, axis, getattr(section, "revision", None))
+
+
+# --- computed before training ---------------------------------------------------------------------------------------
+
+_FILE = "reference.safetensors"
+
+
+def precompute(
+    sources: Mapping[str, Source],
+    forward: Callable[[], Companion],
+    origin: object,
+    plan: Plan,
+    position: MeshPosition,
+    world: World,
+    folder: Path | None,
+) -> None:
+    """Fill the numbers of sources that have them: the companion's log-probabilities. All ranks together.
+
+    Args:
+        sources: By name.
+        forward: Makes the companion's forward.
+        origin: What the numbers depend on, beside the samples.
+        folder: Of the run, which keeps them; None: they are computed at each start.
+    """
+    keys = {name: fingerprint(source.fingerprint, origin) for name, source in sources.items()}
+    file = None if folder is None else folder / _FILE
+    known = from_first_rank(world.axis, partial(_read, file, keys))
+    companion = None if keys.keys() <= known.keys() else forward()
+    for name, source in sources.items():
+        if companion is not None and name not in known:
+            if world.rank == 0:
+                what = f"the reference's log-probabilities of {source.facts.samples:,} samples"
+                echo(f"lockstep: computing {what} ({name})", file=sys.stderr, flush=True)
+            known[name] = _computed(source, companion, plan.batch.micro_size, position, world)
+        _values_of(source).copy_(known[name])
+    if file is not None and companion is not None and world.rank == 0:
+        write_atomically(file, safetensors.torch.save(known, keys))
+
+
+def _read(file: Path | None, keys: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the numbers in a file that are of the same samples and companion."""
+    if file is None or not file.is_file():
+        return {}
+    with safe_open(file, "pt") as content:
+        found = content.metadata() or {}
+        return {name: content.get_tensor(name) for name, key in keys.items() if found.get(name) == key}
+
+
+def _computed(source: Source, companion: Companion, size: int, position: MeshPosition, world: World) -> Tensor:
+    place, values = (position.share, position.shares), torch.zeros_like(_values_of(source))
+    batches = evaluation_batches(source, size, *place, Loader(), world.device)
+    for batch, (first, stop) in zip(batches, micro_ranges(len(values), size, *place), strict=True):
+        numbers, left_out = companion(batch).companion, {sample.index for sample in batch.left_out}
+        if batch.samples and position.reports_loss:
+            rows = [index for index in range(first, stop) if index not in left_out]
+            values[rows] = numbers.float().cpu().view(len(rows), -1)
+    return world.axis.sum(values.to(world.device)).cpu()
+
+
+def _values_of(source: Any) -> Tensor:
+    while not isinstance(source, ReferencedSource):
+        source = source.source
+    return source.values

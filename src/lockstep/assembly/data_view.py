@@ -25,7 +25,7 @@ from lockstep.core.progress import Progress
 from lockstep.core.records import IGNORED
 from lockstep.data.loader import TrainingLoader
 from lockstep.data.rendered import RenderedSource
-from lockstep.data.sources import PreparedSource
+from lockstep.data.sources import PreparedSource, ReferencedSource
 from lockstep.loop.text import Decode, codec_of
 from lockstep.plan.batch import plan_batch
 
@@ -53,7 +53,7 @@ def shown_data(config: Config, given: UserObjects, samples: int) -> Iterator[lis
         names = source.facts.class_names
         named = lambda tags: " ".join(names[tag] if names else str(tag) for tag in tags)  # noqa: E731
     shifts = model.kind == "huggingface" and model.task == "causal-lm"
-    while isinstance(opened, PreparedSource):
+    while isinstance(opened, PreparedSource | ReferencedSource):
         opened = opened.source
     size = min(config.batch.global_size, source.facts.samples)
     plan = plan_batch(size, config.batch.micro_size, 1)

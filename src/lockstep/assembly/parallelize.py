@@ -393,14 +393,14 @@ def build_engine(
     objective: EvaluatedObjective,
     computed: EvaluatedObjective,
     masks: Callable[[], AbstractContextManager[object]],
-    companion: nn.Module | None,
+    prepare: Callable[[Batch], Batch] | None,
 ) -> Engine:
     """Return the engine of a model. All ranks together.
 
     Args:
         computed: `objective` as a rank computes it.
         masks: Makes a context for each forward of the model, in addition to autocast.
-        companion: As this rank holds it; None: there is none, or it is the model without its adapter.
+        prepare: Adds the companion's outputs to a batch; None: there is no companion, or batches have them.
 
     Raises:
         ConfigError: The parallelized model doesn't compute what the whole model computes.
@@ -430,7 +430,12 @@ def build_engine(
         pipelined.check(few().inputs)
         check_tensor_plan([partial(pipelined.run_alone, stage) for stage in made.stages.own])
         return pipelined
-    prepare, ahead = _preparation(config, world, model, computed, companion, autocast)
+    ahead = None
+    if isinstance(computed, LooksAhead):
+        adds = (model, computed, world.axis.sum, autocast, muted_logging)
+        prepare, ahead = None, Ahead(prepare or (lambda batch: batch), *adds)
+    elif isinstance(computed, ChunkedHeadLoss):
+        prepare = computed.show
     if made.context is not None:
         from lockstep.engine.context_parallel import ContextEngine, SequenceDivider
 
@@ -446,23 +451,23 @@ def build_engine(
     return EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, prepare, world.clock, ahead)
 
 
-def _preparation(
+def companion_forward(
     config: Config,
+    plan: Plan,
     world: World,
     model: nn.Module,
     computed: EvaluatedObjective,
+    masks: Callable[[], AbstractContextManager[object]],
     companion: nn.Module | None,
-    autocast: Callable[[], AbstractContextManager[object]],
-) -> tuple[Callable[[Batch], Batch] | None, Ahead | None]:
-    """Return what prepares each micro-batch, and what prepares all of an update together."""
-    if config.objective.second_model is None:
-        return computed.show if isinstance(computed, ChunkedHeadLoss) else None, None
+) -> Companion:
+    """Return what adds the companion's outputs to a batch; arguments are as of `build_engine`.
+
+    Args:
+        companion: As this rank holds it; None: it is the model without its adapter.
+    """
+    autocast = _both(_autocast(config, plan, world), masks)
     within = partial(without_adapter, model) if companion is None else nullcontext
-    second = model if companion is None else companion
-    prepare = Companion(second, computed, autocast, muted_logging, within)
-    if isinstance(computed, LooksAhead):
-        return None, Ahead(prepare, model, computed, world.axis.sum, autocast, muted_logging)
-    return prepare, None
+    return Companion(model if companion is None else companion, computed, autocast, muted_logging, within)
 
 
 def _both(

@@ -24,7 +24,7 @@ from lockstep.core.records import LANGUAGE_MODEL, DataFacts
 from lockstep.core.tasks import TASKS, task_of_class
 from lockstep.data.custom import ItemReading, adapt_dataset
 from lockstep.data.loader import first_batch
-from lockstep.data.sources import PreparedSource, open_source, renamed_inputs, skipping
+from lockstep.data.sources import PreparedSource, ReferencedSource, open_source, renamed_inputs, skipping
 from lockstep.loop.bad_updates import refuse_large_window
 from lockstep.loop.evaluate import evaluation_named
 from lockstep.models.adapters import with_adapter
@@ -102,13 +102,23 @@ def open_sources(config: Config, given: UserObjects, model: nn.Module | None = N
     opening = partial(opening, class_names=names or train.facts.class_names)
     numbers = config.recovery.bad_numbers
     refuse_large_window(numbers, config.batch.global_size)
-    train = skipping(train, bad_samples, config.data.leave_out, later=numbers.rolls_back)
+    train = skipping(_referenced(config, train), bad_samples, config.data.leave_out, later=numbers.rolls_back)
     evaluation = {
-        name: _open_evaluation(name, section, given, opening) for name, section in config.data.evaluation.items()
+        name: _referenced(config, _open_evaluation(name, section, given, opening))
+        for name, section in config.data.evaluation.items()
     }
     if not config.model.inputs:
         return train, evaluation
     return prepared((train, evaluation), partial(renamed_inputs, config.model.inputs))
+
+
+def _referenced(config: Config, source: Source) -> Source:
+    if not config.objective.precompute:
+        return source
+    if source.draws:
+        why = "keeps two numbers of each sample, and these samples may differ in each epoch; leave it out"
+        raise ConfigError(Problem("", "objective.precompute", why))
+    return ReferencedSource(source, rows=2)
 
 
 def prepared(sources: Sources, prepare: Callable[[Batch], Batch]) -> Sources:

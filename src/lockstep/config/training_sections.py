@@ -84,6 +84,7 @@ _TAKEN_BY = {
     "temperature": ("distill",),
     "soft": ("distill",),
     "companion": (*_REFERENCED, "distill", "custom", "given"),
+    "precompute": _REFERENCED,
 }
 _NOT_SMOOTHED = ("ipo", "kto", "orpo", "reward", "distill")
 
@@ -116,6 +117,9 @@ class ObjectiveConfig(Section):
     companion: PathText | None = None
     """Frozen second model, with outputs that the objective compares with: `initial`, which is the model as the run
     begins, or a folder or hub name of pretrained weights (transformers). null: dpo, ipo and kto take `initial`."""
+    precompute: bool = False
+    """dpo, ipo, kto: compute the companion's log-probabilities of all samples before training, and keep these numbers
+    instead of the companion."""
     target: PathText | None = None
     """`package.module:Name`, `path/to/file.py:Name` or registered name of a class with `count` and `loss_sum`, or of a
     torch loss such as `CrossEntropyLoss`."""

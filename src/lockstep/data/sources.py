@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from lockstep.config.data_sections import BadSamples
 from lockstep.config.schema import CustomData, DataSource, Digits, HuggingFaceData, StdlibFunctions, StdlibText, Tokens
 from lockstep.core.errors import ConfigError, Problem
@@ -93,6 +95,20 @@ class PreparedSource:
 
     def fetch(self, indices: Indices) -> Batch:
         return self.prepare(self.source.fetch(indices))
+
+
+class ReferencedSource:
+    """A source with numbers that were computed of each sample, `values` [samples, rows], as `companion` of a batch."""
+
+    def __init__(self, source: Source, rows: int) -> None:
+        self.source = source
+        self.values = torch.zeros(source.facts.samples, rows)
+        self.facts = source.facts
+        self.fingerprint = source.fingerprint
+        self.draws = source.draws
+
+    def fetch(self, indices: Indices) -> Batch:
+        return replace(self.source.fetch(indices), companion=self.values[indices.tolist()].flatten())
 
 
 def skipping(

@@ -12,6 +12,8 @@ from lockstep.core.formatting import listed
 from lockstep.distributed import generators
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor, nn
 
     from lockstep.config.schema import Config
@@ -75,6 +77,8 @@ class Components:
         coupled: why the loss of a batch is not a sum over its samples; None if it is.
         open_checkpoints: see `Session.checkpoints`.
         draw: sets the parameters to their initial values, if that was left to a checkpoint; no collective.
+        precompute: computes what batches need of the companion, if that is done once, or reads it from the run's
+            folder, if there is one; all ranks together.
     """
 
     config: Config
@@ -95,6 +99,7 @@ class Components:
     flops_per_token: float | None
     open_checkpoints: Callable[..., Saves]
     draw: Callable[[], None]
+    precompute: Callable[[Path | None], None]
 
 
 class Saves:

@@ -172,7 +172,8 @@ def sent_bytes(
     sent = traffic(name, volume, mesh.shares, micro_batches=batch.accumulation, replicas=replicas).total
     if config.objective.second_model is None or not layout.variant.state.parameters:
         return sent
-    forwards = [companion or parameters, *([parameters] if config.objective.kind == "kto" else [])]
+    forwards = [] if config.objective.precompute else [companion or parameters]
+    forwards += [parameters] if config.objective.kind == "kto" else []
     gathered = [Volume(volume_of(config, each).parameters, gradients=0) for each in forwards]
     shards = mesh.shares // replicas
     return sent + sum(Update(each, shards, 1, 1).traffic(batch.accumulation, 0).total for each in gathered)

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from lockstep.assembly.adapters import base_of, lower_frozen, quantize_base
-from lockstep.assembly.companion import companion_facts, companion_identity, placed, whole_companion
+from lockstep.assembly.companion import companion_facts, companion_identity, placed, precompute, whole_companion
 from lockstep.assembly.deciding import machine_of
 from lockstep.assembly.flops import training_flops
 from lockstep.assembly.parallelize import (
     WholeModel,
     build_engine,
+    companion_forward,
     computed_objective,
     consensus_of,
     keyed_draws,
@@ -65,12 +66,16 @@ from lockstep.resuming.checkpoints import checkpoints_in
 from lockstep.sharding import ModelState
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from lockstep.assembly.parallelize import Parallelized
     from lockstep.config.schema import Config, Optim, Run, Schedule
     from lockstep.core.protocols import EvaluatedObjective, Optimizer, Source
     from lockstep.core.records import Inputs
     from lockstep.distributed.mesh_position import MeshPosition
     from lockstep.distributed.process_group import World
     from lockstep.distributed.shard_boxes import RowShards
+    from lockstep.engine.companion import Companion
     from lockstep.models.meta_model import MetaModel
     from lockstep.models.model_tensors import ModelTensors
     from lockstep.plan.optimizers import Grouping
@@ -96,8 +101,8 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
     made = parallelize(whole, config, plan, world, optimizer or NoOptimizer(), user_transforms(config, given))
     if purpose is Purpose.TRAIN:
         _refuse_not_finite(config.model, made.sharding.state, world)
-    parts = prepared.computed, prepared.masks, placed(prepared.companion, config, plan, world)
-    engine = build_engine(made, config, plan, world, source, objective, *parts)
+    prepare, later = _companion(prepared, made, config, world, purpose)
+    engine = build_engine(made, config, plan, world, source, objective, prepared.computed, prepared.masks, prepare)
 
     scaled = dtype is torch.float16 or made.sharding.rounds_to_fp16
     share = made.position.share
@@ -134,8 +139,34 @@ def assemble(config: Config, world: World, given: UserObjects, purpose: Purpose 
         flops_per_token=prepared.flops,
         open_checkpoints=checkpoints_in,
         draw=partial(whole.draw_sharded, made.sharding) if whole.deferred else lambda: None,
+        precompute=later,
     )
     return Session(components)
+
+
+def _companion(
+    prepared: _Prepared, made: Parallelized, config: Config, world: World, purpose: Purpose
+) -> tuple[Companion | None, Callable[[Path | None], None]]:
+    """Return what adds the companion's outputs to batches, if it is used in each; and `Components.precompute`."""
+    model, plan, waiting = made.sharding.state.model, prepared.plan, [prepared.companion]
+    of_run = config, plan, world, model, prepared.computed, prepared.masks
+
+    def forward() -> Companion:
+        return companion_forward(*of_run, placed(waiting.pop(), config, plan, world))
+
+    if config.objective.second_model is None:
+        return None, lambda folder: None
+    if not config.objective.precompute:
+        return forward(), lambda folder: None
+    sources = dict(prepared.evaluation) | ({} if purpose is Purpose.EVALUATE else {"data.train": prepared.source})
+    known = prepared.identity or prepared.base or config.run.seed
+    origin = known, config.model, config.objective.second_model, config.precision
+
+    def later(folder: Path | None) -> None:
+        precompute(sources, forward, origin, plan, made.position, world, folder)
+        waiting.clear()
+
+    return None, later
 
 
 def _refuse_not_finite(model: Model, state: ModelState, world: World) -> None:

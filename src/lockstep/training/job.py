@@ -220,6 +220,8 @@ def opened(
             if any(huggingface_sections(config)):
                 config = from_first_rank(world.axis, lambda: pinned(config, _earlier(config, job)))
             session = assemble(config, world, given, purpose)
+            if job is None:
+                components_of(session).precompute(None if folder is None else Path(folder))
             if world.exchange is not None:
                 world.exchange.listen()
             yield session
@@ -260,6 +262,7 @@ def _begin(job: Job, session: Session, folder: Path) -> tuple[Checkpoints, list[
         run_folder.write(CONFIG, recorded(components.config, checkpoints.run))
         notes += unremembered(components.config, folder)
         run_folder.write(ENVIRONMENT, {**environment, "run": checkpoints.run})
+    components.precompute(folder)
     components.world.axis.barrier()
     if resume.origin is not None:
         checkpoints.save()
