@@ -47,7 +47,8 @@ def test_the_commands_of_the_page(folder: Path) -> None:
     assert gives(printed["train dpo"], "accuracy", "margin", "rewards chosen")
     assert gives(printed["train distill"], "perplexity", "divergence")
     assert gives(printed["train kto"], "margin", "rewards chosen", "kl")
-    assert len(list(folder.glob("run-*/model/tokenizer_config.json"))) == 7
+    assert len(list(folder.glob("run-*/model/tokenizer_config.json"))) == 6
+    assert printed["generate first"].startswith("What does json.dump do?")
 
 
 def test_the_config_that_init_writes_shows_its_conversations(folder: Path) -> None:

@@ -207,8 +207,8 @@ def _read(file: Path | None, keys: Mapping[str, str]) -> dict[str, Tensor]:
     if file is None or not file.is_file():
         return {}
     with safe_open(file, "pt") as content:
-        found = content.metadata() or {}
-        return {name: content.get_tensor(name) for name, key in keys.items() if found.get(name) == key}
+        own = content.metadata() or {}
+        return {name: content.get_tensor(name) for name, key in keys.items() if own.get(name) == key}
 
 
 def _computed(source: Source, companion: Companion, size: int, position: MeshPosition, world: World) -> Tensor:

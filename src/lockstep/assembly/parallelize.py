@@ -430,12 +430,7 @@ def build_engine(
         pipelined.check(few().inputs)
         check_tensor_plan([partial(pipelined.run_alone, stage) for stage in made.stages.own])
         return pipelined
-    ahead = None
-    if isinstance(computed, LooksAhead):
-        adds = (model, computed, world.axis.sum, autocast, muted_logging)
-        prepare, ahead = None, Ahead(prepare or (lambda batch: batch), *adds)
-    elif isinstance(computed, ChunkedHeadLoss):
-        prepare = computed.show
+    prepare, ahead = _preparation(prepare, model, computed, world, autocast)
     if made.context is not None:
         from lockstep.engine.context_parallel import ContextEngine, SequenceDivider
 
@@ -449,6 +444,19 @@ def build_engine(
         return engine
     check_tensor_plan([lambda batch: call(model, batch.inputs)])
     return EagerEngine(sharding.step, model, computed, autocast, draws, muted_logging, prepare, world.clock, ahead)
+
+
+def _preparation(
+    prepare: Callable[[Batch], Batch] | None,
+    model: nn.Module,
+    computed: EvaluatedObjective,
+    world: World,
+    autocast: Callable[[], AbstractContextManager[object]],
+) -> tuple[Callable[[Batch], Batch] | None, Ahead | None]:
+    """Return what prepares each micro-batch, and what prepares all of an update together."""
+    if isinstance(computed, LooksAhead):
+        return None, Ahead(prepare or (lambda batch: batch), model, computed, world.axis.sum, autocast, muted_logging)
+    return computed.show if isinstance(computed, ChunkedHeadLoss) else prepare, None
 
 
 def companion_forward(

@@ -152,7 +152,7 @@ def _warn_of_second_begin(tokenizer: Any, text: object, name: str) -> None:
 
 
 def _check_options(section: HuggingFaceData, task: str | None) -> None:
-    model = task or "a custom model"
+    model, ours = task or "a custom model", (None, *_COMPLETED)
     completes = task in _COMPLETED and section.label is not None
     other = "packed" if section.packed else "label, the column with completions,"
     default = type(section).model_fields["mask_probability"].default  # a run's recorded config has it, too
@@ -162,32 +162,28 @@ def _check_options(section: HuggingFaceData, task: str | None) -> None:
     missing = [
         f"`{key}`, the name of the column with {what}" for key, what in needed.items() if not getattr(section, key)
     ]
-    pairs = isinstance(section.text_pair, tuple)
+    pairs = section.text_pair if isinstance(section.text_pair, tuple) else None
+    of_language, rewards = "for language models (causal-lm)", (*ours, _REWARDS)
+    for given, purpose, tasks, remedy in (
+        (paired, "rejected is for language models and for rewards (sequence-classification)", rewards, "remove it"),
+        (section.desirable, f"desirable is {of_language}", ours, "remove it"),
+        (chat, f"messages are {of_language}", rewards if paired else ours, "write them as text"),
+        (section.image, "image is for image-classification", ("image-classification",), "remove image"),
+        (pairs, f"text_pair {pairs}: several columns are for multiple-choice", ("multiple-choice",), "name one"),
+        (section.mask_probability != default, "mask_probability is for masked-lm", ("masked-lm",), "remove it"),
+    ):
+        if given and task not in tasks:
+            raise ConfigError(f"{purpose}, but this is {model}; {remedy}")
     refused = {
-        f"rejected is for language models and for rewards (sequence-classification), but this is {model}; remove it": (
-            paired and task not in (None, *_COMPLETED, _REWARDS)
-        ),
-        f"desirable is for language models (causal-lm), but this is {model}; remove it": (
-            section.desirable is not None and task not in (None, *_COMPLETED)
-        ),
-        f"messages are for language models (causal-lm), but this is {model}; write them as text": (
-            chat and task not in (None, *_COMPLETED) and not (paired and task == _REWARDS)
-        ),
         f"{task} needs {' and '.join(missing)}": bool(missing) and not paired,
-        f"image is for image-classification, but this is {model}; remove image": (
-            section.image is not None and task != "image-classification"
-        ),
         f"label {section.label}: masked-lm hides tokens of `text`, which are its targets; remove label": (
             task == "masked-lm" and section.label is not None
         ),
         f"packed is for language models, but {task or 'a classifier'} needs separate samples; remove it": (
-            bool(section.packed) and (task not in (None, *_COMPLETED) or (task is None and section.label is not None))
+            bool(section.packed) and (task not in ours or (task is None and section.label is not None))
         ),
         f"text_pair {section.text_pair} and {other} exclude each other; remove one of them": (
             section.text_pair is not None and (section.packed or completes)
-        ),
-        f"text_pair {section.text_pair}: several columns are for multiple-choice, but this is {model}; name one": (
-            pairs and task != "multiple-choice"
         ),
         "text_pair: the words of token-classification have no second text; remove it": (
             section.text_pair is not None and task == "token-classification"
@@ -195,9 +191,6 @@ def _check_options(section: HuggingFaceData, task: str | None) -> None:
         "train_on_prompt is for language models with prompts (`text`) and completions (`label`), but this is "
         f"{model}{'' if section.label else ' without `label`'}; remove train_on_prompt": (
             section.train_on_prompt and not completes
-        ),
-        f"mask_probability is for masked-lm, but this is {model}; remove mask_probability": (
-            section.mask_probability != default and task != "masked-lm"
         ),
     }
     for message, is_wrong in refused.items():

@@ -10,6 +10,7 @@ A PeftModel is seen through to the model that it changes in place, so that both 
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import sys
 import warnings
@@ -35,6 +36,17 @@ from lockstep.models.blocks import repeated_blocks
 from lockstep.models.initialization import generators_keyed
 from lockstep.models.meta_model import MetaModel, in_memory
 
+
+def _library(name: str, key: str, extra: str) -> Any:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, too; on a CPU it tells what it lacks
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(Problem("", key, f"needs the extra `{extra}`: {pip_install(extra)}")) from error
+
+
+_bitsandbytes = partial(_library, "bitsandbytes", "model.quantization", "quantization")
+_peft = partial(_library, "peft", "model.adapter", "peft")
 _NAME = "default"
 _SHOWN = 4
 
@@ -118,7 +130,8 @@ def _inject(model: nn.Module, section: Model) -> None:
             wrapper = peft.get_peft_model(model, config, adapter_name=_NAME, low_cpu_mem_usage=on_meta)
     except (ValueError, TypeError, NotImplementedError) as error:
         key = "targets" if "arget" in str(error) else "kind"
-        raise ConfigError(Problem("", f"model.adapter.{key}", f"peft refuses: {_first_line(error)}")) from error
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise ConfigError(Problem("", f"model.adapter.{key}", f"peft refuses: {first_line}")) from error
     config.base_model_name_or_path = section.pretrained if isinstance(section, HuggingFaceModel) else None
     config.revision = commit_of(getattr(section, "revision", None))
     _record(model, wrapper, before)
@@ -186,8 +199,10 @@ def _multiplied(layer: Any, inputs: Tensor) -> Tensor:
 
     It replaces a weight that FSDP gathers, and in an evaluation on a CPU takes a layout without a backward.
     """
+    from bitsandbytes import matmul_4bit
+
     lowered, state = inputs.to(layer.compute_dtype), layer.quant_state
-    outputs: Tensor = _bitsandbytes().matmul_4bit(lowered, layer.weight, bias=layer.bias, quant_state=state)
+    outputs: Tensor = matmul_4bit(lowered, layer.weight, bias=layer.bias, quant_state=state)
     return outputs.to(inputs.dtype)
 
 
@@ -211,25 +226,6 @@ def round_weights(model: nn.Module, kind: str, dtype: torch.dtype) -> None:
 
 _OUTLIERS = 6.0
 """Inputs beyond it are multiplied in 16 bits (transformers: llm_int8_threshold)."""
-
-
-def _bitsandbytes() -> Any:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it tells what it lacks
-    try:
-        import bitsandbytes
-    except ModuleNotFoundError as error:
-        why = f"needs the extra `quantization`: {pip_install('quantization')}"
-        raise ConfigError(Problem("", "model.quantization", why)) from error
-    return bitsandbytes
-
-
-def _peft() -> Any:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it; on a CPU it tells what it lacks
-    try:
-        import peft
-    except ModuleNotFoundError as error:
-        raise ConfigError(Problem("", "model.adapter", f"needs the extra `peft`: {pip_install('peft')}")) from error
-    return peft
 
 
 def _config(peft: Any, model: nn.Module, section: Model) -> Any:
@@ -326,7 +322,3 @@ def _values(meta: MetaModel, sketch: nn.Module, seed: int, names: Container[str]
             with in_memory(layer, shapes) as values, generators_keyed(seed, "module", name):
                 reset()
                 yield from ((each, values[key]) for each, key in own.items() if each in names)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
 
 _TOKENIZER = "tokenizer_config.json"
-_EVALUATION_SET = "data.evaluation: {held-out: {kind: digits, split: held-out}}"
 
 
 def evaluate_run(
@@ -47,7 +46,7 @@ def evaluate_run(
     """
     config = _evaluation_config(to_rebuild(loaded_config(run), trusted=trust_run))
     if not config.data.evaluation:
-        why = f"the run has no evaluation sets; add one to {run}/config.yaml, such as {_EVALUATION_SET}"
+        why = f"the run has no evaluation sets; add one to {run}/config.yaml, with the keys of data.train"
         raise ConfigError(Problem("", "data.evaluation", why))
     if ranks is not None:
         config = config.with_values(launch={"ranks": ranks})
