@@ -135,7 +135,8 @@ def _local(tensor: Any) -> Any:
         ),
         (
             {"parallel": {**fsdp(), "data": 2}},
-            "parallel.data: fsdp with FULL_SHARD has one replica; leave parallel.data out, or write parallel.fsdp.sharding_strategy: HYBRID_SHARD",
+            "parallel.data: fsdp with FULL_SHARD has one replica; leave parallel.data out, or write "
+            "parallel.fsdp.sharding_strategy: HYBRID_SHARD",
         ),
         (
             {"parallel": {**fsdp(sharding_strategy="HYBRID_SHARD"), "data": 2, "shard": 2}},
