@@ -7,6 +7,8 @@ import importlib
 import io
 import re
 import shlex
+import subprocess
+import sys
 from contextlib import redirect_stdout
 from functools import cache, partial
 from pathlib import Path
@@ -283,7 +285,11 @@ def test_each_question_before_paying_is_a_command(tmp_path: Path, monkeypatch: p
 def test_the_answers_before_paying_are_current(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     page = ROOT / "docs" / "know-before-you-pay.md"
-    shown = "".join(run_lockstep(*words, cwd=tmp_path).stdout for words in verb_lines(page))
+    started = [sys.executable, "-m", "lockstep"]
+    done = [
+        subprocess.run([*started, *words], cwd=tmp_path, capture_output=True, text=True) for words in verb_lines(page)
+    ]
+    shown = "".join(each.stdout for each in done)
     for line in "".join(blocks(page, "text")).splitlines():
         assert line in shown.splitlines()
 
