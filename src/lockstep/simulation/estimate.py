@@ -256,8 +256,8 @@ def _shortened(config: Config, plan: Plan) -> Config:
     size = min(config.batch.global_size, plan.batch.micro_size * plan.mesh.shares * micro_batches)
     length = {"steps": 4 * UPDATES, "samples": None, "tokens": None, "epochs": None}
     batch = {"global_size": size, "micro_size": plan.batch.micro_size}
-    data, model, parallel = {"evaluation": {}}, {"compile": False}, {"strategy": plan.strategy}
-    return config.with_values(batch=batch, run=length, data=data, model=model, parallel=parallel)
+    model, parallel = {"compile": False}, {"strategy": plan.strategy}
+    return config.with_values(batch=batch, run=length, data={"evaluation": {}}, model=model, parallel=parallel)
 
 
 def _changes(config: Config, plan: Plan) -> Iterator[dict[str, object]]:
