@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -20,8 +21,10 @@ from lockstep.config.loading import load
 from lockstep.config.schema import Config
 from lockstep.plan.gpus import GPUCluster
 from lockstep.simulation.estimate import Estimator, estimator_of
+from lockstep.simulation.page import PlannedStep, write_plan
 from lockstep.simulation.planning import NO_LENGTH, describe_clusters, row_on
 from lockstep.simulation.search import Found, describe, overlay_of, search, simulated
+from lockstep.simulation.timing import SHARES, StepTime
 
 
 def sized(layers: int) -> dict[str, Any]:
@@ -144,6 +147,8 @@ def test_the_command_prints_an_overlay(tmp_path: Path) -> None:
         (("--gpus", "H100:8", "--search", "--peak", "planned"), "--peak"),
         (("--gpus", "H100:8", "--search", "--calibrate"), "--calibrate"),
         (("--calibrate", "--json"), "--json"),
+        (("--html", "plan.html"), "--html"),
+        (("--gpus", "H100:8", "--search", "--html", "plan.html"), "--html"),
         (("--calibrate", "--out", "absent/row.toml"), "absent/row.toml"),
     ],
 )
@@ -170,6 +175,22 @@ def test_two_configs_side_by_side(tmp_path: Path) -> None:
     assert {key: value for key, value in second.items() if key != "config"} == record.as_json()
     assert record.memory.time is not None
     assert record.costs["cost"] == pytest.approx(2 * record.costs["hours"])
+
+
+def test_a_page_has_a_bar_for_each_row_and_marks_what_nothing_beats(tmp_path: Path) -> None:
+    parts = {"matmul": 1.0, "communication": 0.5}
+    time = StepTime(1.5, {**dict.fromkeys(SHARES, 0.0), **parts}, 0.0, 1.0, 0.4)
+    rows = [("A", 1.0, 30.0), ("B", 2.0, 40.0), ("C <i>", 3.0, 20.0)]
+    steps = [PlannedStep(label, time, "", hours, cost) for label, hours, cost in rows]
+    text = write_plan(tmp_path / "plan.html", "a run", steps, "EUR").read_text()
+    assert text.count("<rect x=") == 3 * 2
+    assert text.count("matmul: 1,000.0 ms") == 3
+    filled = re.findall(r'<circle [^>]* fill="(\S+)"', text)
+    assert filled == ["var(--c0)", "none", "var(--c0)"], "B is slower and dearer than A"
+    assert "C &lt;i&gt;" in text
+    assert "<i>" not in text
+    alone = write_plan(tmp_path / "one.html", "a run", steps[:1]).read_text()
+    assert "<circle" not in alone
 
 
 def test_a_search_on_the_cpu_counts_tensors() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_run, approved_config, size
+from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_run, approved_config, path, size
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import command_line, echo, muted_stderr
@@ -17,7 +17,8 @@ from lockstep.plan.gpus import parse_clusters
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
-    from lockstep.plan.gpus import GPUCluster
+    from lockstep.plan.gpus import GPUCluster, Price
+    from lockstep.simulation.estimate import StrategyMemory
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -41,6 +42,8 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     parser.add_argument("--search", action="store_true", help=text)
     text = "with --gpus: another recipe or files; show both runs, a column each"
     parser.add_argument("--compare", nargs="+", metavar="FILE", help=text)
+    text = "with --gpus: also write a page with the parts of a step as bars, and time against cost over clusters"
+    parser.add_argument("--html", type=path, metavar="FILE", help=text)
     text = "with --search, or several --gpus or --nodes: what is best"
     parser.add_argument("--goal", choices=["time", "cost", "memory"], default="time", help=text)
     text = "strategies to simulate for their peak memory; default %(default)s"
@@ -79,6 +82,8 @@ def prepare(arguments: Sequence[str]) -> Prepared:
         )
     if args.goal != "time" and not args.search and len(args.clusters) < 2:
         raise ConfigError("--goal is for --search, or several --gpus or --nodes: --search --goal memory")
+    if args.html and (len(args.clusters) < 1 + args.search or args.compare or args.peak == "none"):
+        raise ConfigError("--html shows strategies or clusters: --gpus H100:8, without --compare and --peak none")
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
     args.overrides = overrides
     verbs = {"modes": _measure_modes, "search": _search, "compare": _compare, "calibrate": _calibrate}
@@ -147,9 +152,31 @@ def _on_each(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
         if best is not None and best.overlay:
             echo(f"\nOn {best.cluster}: write this to a file, and name it after the recipe:\n\n{as_yaml(best.overlay)}")
     emit({"clusters": [{**row.as_json(), "best": row is best} for row in rows]})
+    if args.html:
+        named = ((f"{row.cluster}, {row.config}", row.run.memory, row.run.costs) for row in rows if row.run is not None)
+        _write_page(args, name, named, rows[0].price)
     if best is None and any(row.run is None or row.run.memory.fits is False for row in rows):
         raise RunFailed("it fits on none of them; name more or larger GPUs")
     return 0
+
+
+def _write_page(
+    args: argparse.Namespace,
+    heading: str,
+    rows: Iterable[tuple[str, StrategyMemory, Mapping[str, float]]],
+    price: Price | None,
+) -> None:
+    """Write the page of `--html`: label, memory with time, and costs of each row."""
+    from lockstep.simulation.page import PlannedStep, write_plan
+
+    steps = [
+        PlannedStep(label, row.time, "doesn't fit" if row.fits is False else "", costs.get("hours"), costs.get("cost"))
+        for label, row, costs in rows
+        if row.time is not None
+    ]
+    page = write_plan(args.html, heading, steps, "" if price is None else price.currency)
+    if not args.json:
+        echo(f"\n{page}")
 
 
 def _search(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
@@ -232,6 +259,9 @@ def _plan(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
                 record |= {} if row.time is None else run_costs(row.time, plan, cluster, price)
             if not args.json:
                 echo(f"\n{describe_time(rows, cluster, plan, price)}")
+            if args.html:
+                names = [f"{row.name}{' (the config)' * row.planned}" for row in rows]
+                _write_page(args, f"{name} on {cluster}", zip(names, rows, values["strategies"], strict=True), price)
     if args.measure:
         from lockstep.simulation.planning import describe_measured, measured_beside_predicted
 
