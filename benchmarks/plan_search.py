@@ -47,7 +47,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "Llama 3.1 8B": {**LLAMA_3, **_sizes(4096, 14336, 32, 32)},
     "Llama 3.1 70B": {**LLAMA_3, **_sizes(8192, 28672, 80, 64)},
     "Llama 3.1 405B": {**LLAMA_3, **_sizes(16384, 53248, 126, 128)},
-    "Mixtral 8x7B": {"model_type": "mixtral"},
+    "Mixtral 8x7B": {"model_type": "mixtral", "vocab_size": 32000},
 }
 NEXT_BEST = 3
 

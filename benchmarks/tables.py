@@ -24,6 +24,7 @@ import monitoring
 import optimizers
 import pipelines
 import plan_memory
+import plan_search
 import plan_time
 import plan_time_cpu
 import recovery
@@ -136,6 +137,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "guards": guards.table,
     "plan_memory": plan_memory.table,
     "plan_memory_gpu": plan_memory.table,
+    "plan_search": plan_search.table,
     "plan_time": plan_time.table,
     "plan_time_cpu": plan_time_cpu.table,
     "gpu_steps": gpu_steps.table,

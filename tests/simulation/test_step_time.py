@@ -57,6 +57,17 @@ def cluster(nodes: int = 1, per_node: int = 8, **figures: Any) -> GPUCluster:
     return GPUCluster(replace(H100, **figures), per_node, nodes)
 
 
+def test_the_products_of_experts_are_counted() -> None:
+    tokens, experts = torch.empty(64, 8), torch.empty(4, 8, 16)
+    of = torch.ops.aten._grouped_mm.default
+    forward = operation_of(of, (tokens, experts), {}, [torch.empty(64, 16)])
+    weights = operation_of(of, (tokens.t(), torch.empty(64, 16)), {}, [torch.empty(4, 8, 16)])
+    inputs = operation_of(of, (torch.empty(4, 16, 8), torch.empty(8, 64)), {}, [torch.empty(16, 64)])
+    assert {each.flops for each in (forward, weights, inputs)} == {2 * 64 * 8 * 16}
+    assert {each.part for each in (forward, weights, inputs)} == {"matmul"}
+    assert [each.shape for each in (forward, weights, inputs)] == [(4, 16, 16, 8), (4, 8, 16, 16), (4, 16, 16, 8)]
+
+
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_the_flops_are_those_of_the_model(mode: str) -> None:
     memory = {"activation_checkpointing": {"mode": mode}}

@@ -211,9 +211,13 @@ def operation_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ou
     result = _result(outputs)
     if packet is aten.convolution_backward:  # None for what needs no gradient
         result = tuple(next(gradients) if wanted else None for gradients in [iter(outputs)] for wanted in args[-1])
-    flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
+    flops, shape = 0, _shape(packet, args, outputs)
+    if packet in flop_registry:
+        flops = flop_registry[packet](*args, **kwargs, out_val=result)
+    elif shape is not None:
+        flops = 2 * math.prod(shape)
     width = min((tensor.element_size() for tensor in _tensors(args) if tensor.is_floating_point()), default=4)
-    shape, name = _shape(packet, args), f"{packet._qualified_op_name.partition('::')[2]} {width}"
+    name = f"{packet._qualified_op_name.partition('::')[2]} {width}"
     part: Part = "matmul" if flops else "memory"
     sizes, times = (moved,), 1
     if "attention" in name:
@@ -255,7 +259,19 @@ def _is_causal(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> b
     return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
 
 
-def _shape(packet: Any, args: tuple[Any, ...]) -> tuple[int, int, int, int] | None:
+def _shape(packet: Any, args: tuple[Any, ...], outputs: Sequence[Tensor]) -> tuple[int, int, int, int] | None:
+    if packet is aten._grouped_mm:  # a mixture's experts, as if each had as many rows
+        left, right = args[:2]
+        rows, inner, columns, dims = left.shape[-2], left.shape[-1], right.shape[-1], (left.dim(), right.dim())
+        groups = next((each.shape[0] for each in (left, right, *outputs) if each.dim() == 3), 1)
+        match dims:
+            case (2, 3):
+                rows //= groups
+            case (2, 2):
+                inner //= groups
+            case (3, 2):
+                columns //= groups
+        return groups, rows, columns, inner
     if packet in (aten.mm, aten.addmm):
         left, right = args[-2:] if packet is aten.mm else args[1:3]
         return 1, left.shape[0], right.shape[1], left.shape[1]
