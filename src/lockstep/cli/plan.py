@@ -56,6 +56,17 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     text = "with --measure: compare ways to save memory instead, such as none,full,selective"
     parser.add_argument("--modes", metavar="all|A,B", help=text)
     args, overrides = parser.parse(arguments)
+    _check(args)
+    loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
+    args.overrides = overrides
+    verbs = {"modes": _measure_modes, "search": _search, "compare": _compare, "calibrate": _calibrate}
+    execute = next((run for flag, run in verbs.items() if getattr(args, flag)), _plan)
+    execute = _on_each if len(args.clusters) > 1 else execute
+    return Prepared(partial(execute, args, loaded, name), loaded.config, f"plan-{name}")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Read the clusters, and raise ConfigError for flags that don't go together."""
     if args.modes and not args.measure:
         raise ConfigError("--modes is for --measure: --measure --modes all")
     if args.out and not args.calibrate:
@@ -84,12 +95,6 @@ def prepare(arguments: Sequence[str]) -> Prepared:
         raise ConfigError("--goal is for --search, or several --gpus or --nodes: --search --goal memory")
     if args.html and (len(args.clusters) < 1 + args.search or args.compare or args.peak == "none"):
         raise ConfigError("--html shows strategies or clusters: --gpus H100:8, without --compare and --peak none")
-    loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
-    args.overrides = overrides
-    verbs = {"modes": _measure_modes, "search": _search, "compare": _compare, "calibrate": _calibrate}
-    execute = next((run for flag, run in verbs.items() if getattr(args, flag)), _plan)
-    execute = _on_each if len(args.clusters) > 1 else execute
-    return Prepared(partial(execute, args, loaded, name), loaded.config, f"plan-{name}")
 
 
 def _calibrate(args: argparse.Namespace, loaded: LoadedConfig, _: str) -> int:
