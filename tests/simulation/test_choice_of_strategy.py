@@ -24,7 +24,7 @@ from lockstep.plan.gpus import known_gpu
 from lockstep.plan.plan import Machine, make_plan
 from lockstep.simulation.answering import answer
 from lockstep.simulation.estimate import estimator_of, under
-from lockstep.simulation.search import decide
+from lockstep.simulation.search import Candidate, _decision, decide
 from lockstep.strategies.registry import find_variant
 
 MIB = 1 << 20
@@ -44,6 +44,16 @@ def peak(config: Any, decision: Decision, ranks: int) -> int:
     batch = config.batch.model_copy(update={"micro_size": decision.micro_size})
     strategy, variant = find_variant("fsdp" if decision.strategy == "fsdp" else "ddp")
     return estimator(config, ranks).peak(under(config.model_copy(update={"batch": batch}), strategy, variant)).bytes
+
+
+def test_the_reason_compares_with_the_fastest_of_a_strategy_that_fits() -> None:
+    best, *others = (
+        Candidate({}, layout, samples, "none", seconds, gib << 30, fits)
+        for layout, samples, seconds, gib, fits in (
+            ("fsdp", 2, 1.0, 70, True), ("ddp", 2, 1.1, 75, True), ("ddp", 8, 0.9, 200, False)
+        )
+    )  # fmt: skip
+    assert "ddp is 10% slower" in _decision(best, others, estimator(automatic(), 4, 80 << 30)).why
 
 
 def test_auto_takes_the_largest_micro_batch_that_fits_and_shards_only_where_it_must() -> None:

@@ -304,6 +304,13 @@ def test_a_resumed_run_reads_what_was_computed(chat: Path, tmp_path: Path, monke
     assert losses == pytest.approx(recorded(plain, updates=4).losses, rel=1e-6)
 
 
+def test_only_a_run_writes_what_was_computed(chat: Path, tmp_path: Path) -> None:
+    asked = config(chat, "dpo", objective=once("dpo"), run={"steps": 1, "folder": str(tmp_path / "moved")})
+    with lockstep.session(asked) as session:
+        session.evaluate()
+    assert not list(tmp_path.rglob("reference*"))
+
+
 def test_plan_counts_no_reference_that_is_computed_once(chat: Path) -> None:
     own, facts = [ParameterFacts("weight", (64, 64), 4, True)], DataFacts(40, None, vocabulary=1024, pairs=True)
     sections = {"parallel": asking_for("fsdp", 4), "batch": {"global_size": 24, "micro_size": 2}}

@@ -79,8 +79,8 @@ def _planned(args: argparse.Namespace, traces: Sequence[Trace]) -> dict[str, obj
     cluster = cluster_of_run(attempts[-1], args.gpus) if attempts and traces else None
     if cluster is None:
         return {}
-    loaded, _ = approved_config([str(args.run)], (), trusted=False)
     try:
+        loaded, _ = approved_config([str(args.run)], (), trusted=False)
         with muted_stderr():  # of torch's remarks on a device that it doesn't know
             step = planned_time(loaded, attempts[-1], cluster)
     except (ConfigError, Unpredictable) as why:

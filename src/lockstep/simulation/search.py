@@ -408,9 +408,8 @@ def extrapolated(low: tuple[Peak, StepTime], high: tuple[Peak, StepTime], steps:
     (peak, time), (other, longer) = low, high
     reserved = None
     if peak.reserved is not None and other.reserved is not None:
-        sizes = zip(peak.reserved.as_json().values(), other.reserved.as_json().values(), strict=True)
-        _, allocator, workspaces, context, nccl = (int(on(*pair)) for pair in sizes)
-        reserved = Reserved(allocator, workspaces, context, nccl)
+        names = ("allocator", "workspaces", "context", "nccl")
+        reserved = Reserved(*(int(on(getattr(peak.reserved, name), getattr(other.reserved, name))) for name in names))
     categories = {name: int(on(size, other.by_category[name])) for name, size in peak.by_category.items()}
     parts = {part: max(0.0, on(seconds, longer.parts[part])) for part, seconds in time.parts.items()}
     seconds, flops = on(time.seconds, longer.seconds), on(time.flops, longer.flops)
@@ -599,11 +598,9 @@ def _decision(best: Candidate, others: Sequence[Candidate], estimator: Estimator
     parts += [f"{each.micro_size} would {takes} {size(each.reserved or 0)}" for each in larger[:1]]
     least = {each.layout: each for each in reversed(known) if each.layout != best.layout}
     for layout, each in least.items():
-        fastest = min((other.seconds for other in known if other.layout == layout and other.seconds), default=None)
-        slower = best.seconds and fastest and each.fits
-        parts.append(
-            f"{layout} is {fastest / best.seconds - 1:.0%} slower"
-            if slower and fastest and best.seconds
-            else f"{layout} needs {size(each.reserved or 0)}"
-        )
+        fitting = [other.seconds for other in known if other.layout == layout and other.fits and other.seconds]
+        if best.seconds and fitting:
+            parts.append(f"{layout} is {min(fitting) / best.seconds - 1:.0%} slower")
+        else:
+            parts.append(f"{layout} needs {size(each.reserved or 0)}")
     return Decision(best.layout, best.micro_size, "; ".join(parts))

@@ -221,7 +221,7 @@ def opened(
                 config = from_first_rank(world.axis, lambda: pinned(config, _earlier(config, job)))
             session = assemble(config, world, given, purpose)
             if job is None:
-                components_of(session).precompute(None if folder is None else Path(folder))
+                components_of(session).precompute(None)  # only a run writes to its folder
             if world.exchange is not None:
                 world.exchange.listen()
             yield session
