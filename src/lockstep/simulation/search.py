@@ -408,8 +408,9 @@ def extrapolated(low: tuple[Peak, StepTime], high: tuple[Peak, StepTime], steps:
     (peak, time), (other, longer) = low, high
     reserved = None
     if peak.reserved is not None and other.reserved is not None:
-        names = ("allocator", "workspaces", "context", "nccl")
-        reserved = Reserved(*(int(on(getattr(peak.reserved, name), getattr(other.reserved, name))) for name in names))
+        sizes = zip(peak.reserved.as_json().values(), other.reserved.as_json().values(), strict=True)
+        _, allocator, workspaces, context, nccl = (int(on(*pair)) for pair in sizes)
+        reserved = Reserved(allocator, workspaces, context, nccl)
     categories = {name: int(on(size, other.by_category[name])) for name, size in peak.by_category.items()}
     parts = {part: max(0.0, on(seconds, longer.parts[part])) for part, seconds in time.parts.items()}
     seconds, flops = on(time.seconds, longer.seconds), on(time.flops, longer.flops)
