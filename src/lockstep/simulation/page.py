@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep import __version__
+from lockstep.core.formatting import value
 from lockstep.report.html import render, write_page
 from lockstep.simulation.timing import SHARES, StepTime
 
@@ -39,8 +40,9 @@ def write_plan(file: Path, heading: str, steps: Sequence[PlannedStep], currency:
     table = [("", "ms", *shown, "MFU", "hours", currency and f"cost, {currency}", "")]
     for each in steps:
         parts = (f"{each.step.parts[part] / each.step.seconds:.0%}" for part in shown)
-        costs = ("" if value is None else f"{value:,.2f}" for value in (each.hours, each.cost))
-        row = (each.label, f"{1000 * each.step.seconds:,.1f}", *parts, f"{each.step.mfu:.1%}", *costs, each.note)
+        hours = "" if each.hours is None else value(each.hours)
+        costs = (f"{each.step.mfu:.1%}", hours, "" if each.cost is None else f"{each.cost:,.2f}")
+        row = (each.label, f"{1000 * each.step.seconds:,.1f}", *parts, *costs, each.note)
         table.append(row)
     longest = max((each.step.seconds for each in steps), default=1.0)
     bars = [(each.label, each.note, _segments(each.step, shown, longest)) for each in steps]
@@ -70,7 +72,7 @@ def _points(steps: Sequence[PlannedStep]) -> list[_Point]:
     most_hours, most_cost = known[-1][0], max(cost for _, cost, _ in known)
     points, cheapest = [], float("inf")
     for hours, cost, label in known:
-        text = f"{label.partition(',')[0]}: {hours:,.1f} hours, {cost:,.0f}"
+        text = f"{label.partition(',')[0]}: {value(hours)} hours, {cost:,.2f}"
         points.append(_Point(text, 90 * hours / most_hours, 100 - 90 * cost / most_cost, cost < cheapest))
         cheapest = min(cheapest, cost)
     return points
