@@ -105,6 +105,11 @@ def test_shallow_models_stand_for_the_whole_one(tmp_path: Path) -> None:
     assert peak.reserved is not None
     assert step.seconds == pytest.approx(other.seconds, rel=0.02)
     assert peak.reserved.total == pytest.approx(other.reserved, rel=0.03)
+    assert found.best is not None
+    best = merged(own.config, found.best.overlay, tmp_path)
+    exact, _ = simulated(replace(own, config=best), best)
+    assert exact.reserved is not None
+    assert found.best.reserved == exact.reserved.total, "the found one is simulated whole"
 
 
 def test_an_overlay_sets_back_what_the_config_has(tmp_path: Path) -> None:

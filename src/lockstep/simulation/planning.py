@@ -374,8 +374,8 @@ def describe_time(rows: Sequence[StrategyMemory], cluster: GPUCluster, plan: Pla
         values += [f"{speed:,.0f}", f"{step.mfu:.1%}"]
         values += [f"{run['hours']:,.1f}"] * ("hours" in run)
         values += [price.text(run["cost"])] if price is not None and "cost" in run else []
-        fits = "" if row.fits in (True, None) else "doesn't fit"
-        table.append([row.name, *values, "<-" if row.planned else fits])
+        marks = ["<-"] * row.planned + ["doesn't fit"] * (row.fits is False)
+        table.append([row.name, *values, " ".join(marks)])
     unknown = [NO_LENGTH] if plan.steps is None else []
     return "\n".join([*aligned([tuple(line) for line in table], left={0}), *unknown])
 

@@ -44,7 +44,6 @@ _COMPUTING: tuple[Share, ...] = ("matmul", "attention", "memory")
 _WORTH = 0.98  # of the best time; what saves less isn't looked at more closely
 _DEPTH_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _SHOWN = 5
-_SURE = 0.97  # of the memory; where more seems to be taken, the whole model is simulated
 _HALF = 0.5  # of a sample; where less seems to fit, nothing is simulated
 
 
@@ -300,10 +299,10 @@ class _Search:
                 self.best, self.exposed = step.seconds, step.exposed / step.seconds
         return self._known[key]
 
-    def _simulated(self, config: Config, blocks: int = _DEPTH) -> tuple[Peak, StepTime]:
-        """Return peak and time, by two models of N and 2 N blocks (of a stage: one and two) if all blocks are alike."""
+    def _simulated(self, config: Config) -> tuple[Peak, StepTime]:
+        """Return peak and time, by models of 2 and 4 blocks (of a stage: one and two) if all blocks are alike."""
         stages = self.estimator.planned(config).mesh.pipeline
-        depth = blocks if stages == 1 else stages * blocks // _DEPTH
+        depth = _DEPTH if stages == 1 else stages
         first, second = self._estimator(depth), self._estimator(2 * depth)
         if first is not None and second is not None:
             elements = [_elements(each) for each in (first, second, self.estimator)]
@@ -357,13 +356,9 @@ class _Search:
         others: list[Candidate] = []
         for config, candidate in order:
             if best is None and candidate.fits and not candidate.why:
-                fits: bool | None = (candidate.reserved or 0) <= _SURE * self.memory
-                if fits:
-                    peak, time = self._simulated(config, 2 * _DEPTH)
-                if not fits or taken(peak) > _SURE * self.memory:  # the allocator may have to give memory back
-                    self.simulations += 1
-                    peak, time = simulated(replace(self.estimator, config=config), config)
-                    fits = self.estimator.fits(peak) and not (peak.reserved and peak.reserved.releases)
+                self.simulations += 1  # a deeper model may peak at another moment, above the line of shallow ones
+                peak, time = simulated(replace(self.estimator, config=config), config)
+                fits = self.estimator.fits(peak) and not (peak.reserved and peak.reserved.releases)
                 known = replace(candidate, seconds=time.seconds, reserved=taken(peak))
                 if fits:
                     best, memory = known, StrategyMemory(candidate.layout, True, peak, True, time=time)
