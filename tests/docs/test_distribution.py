@@ -60,9 +60,12 @@ def test_the_name_is_stated_once_in_the_code() -> None:
     assert [file.name for file in installing] == ["distribution.py"]
 
 
+_NAMED = r"""(?:pip_install\('|partial\(_library, "\w+", "[\w.]+", ")(\w+)"""
+
+
 def test_extras_that_messages_name_exist() -> None:
     texts = [file.read_text() for file in (ROOT / "src").rglob("*.py")]
-    extras = {extra for text in texts for extra in re.findall(r"pip_install\('(\w+)'\)", text)}
+    extras = {extra for text in texts for extra in re.findall(_NAMED, text)}
     optional = project()["optional-dependencies"]
     assert isinstance(optional, dict)
     assert (

@@ -115,6 +115,7 @@ def test_the_update_of_a_model_of_small_tensors_is_kept(file: Path) -> None:
         assert any("adamw" in entry.name for entry in traces[0].entries if isinstance(entry, Operation))
 
 
+@pytest.mark.drill
 def test_this_machine_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, values in {
         "_SIDES": (16, 64),

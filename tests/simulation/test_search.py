@@ -216,6 +216,7 @@ def test_hours_are_left_out_where_the_length_is_unknown() -> None:
     assert NO_LENGTH not in describe_clusters([known], None)
 
 
+@pytest.mark.drill
 def test_several_clusters_have_a_row_each(tmp_path: Path) -> None:
     values = large(1, "auto", model=sized(2)).model_dump(mode="json", exclude_unset=True)
     (tmp_path / "run.json").write_text(json.dumps(values))

@@ -73,7 +73,7 @@ def config(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
         "model": {"kind": "huggingface", "task": task, "architecture": architecture},
         "data": {"train": train, "evaluation": {"held-out": {**train, "split": "train[:11]"}}},
         "batch": {"global_size": 13, "micro_size": 3},
-        "optim": {"name": "adamw", "lr": 1e-3, "clip_norm": 0.5},
+        "optim": {"name": "sgd" if name == "choices" else "adamw", "lr": 1e-3, "clip_norm": 0.5},
         "precision": {"compute": "fp32"},
         "run": {"steps": 8},
         **sections,

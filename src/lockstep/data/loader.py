@@ -291,8 +291,10 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, GlobalBatch):
         return replace(value, micro_batches=map_tensors(value.micro_batches, function))
     if isinstance(value, Batch):
-        names = ("inputs", "targets", "companion")
-        return replace(value, **{name: map_tensors(getattr(value, name), function) for name in names})
+        mapped = {"inputs": map_tensors(value.inputs, function), "targets": map_tensors(value.targets, function)}
+        if value.companion is not None:
+            mapped["companion"] = map_tensors(value.companion, function)
+        return replace(value, **mapped)
     if isinstance(value, Mapping):
         return {name: map_tensors(part, function) for name, part in value.items()}
     if isinstance(value, tuple | list):
