@@ -83,7 +83,7 @@ def _sections(section: type[BaseModel]) -> st.SearchStrategy[dict[str, Any]]:
 _COUPLED = {
     (schema.TransformerModel, "width"), (schema.TransformerModel, "heads"), (schema.TransformerModel, "kv_heads"),
     *((kind, key) for kind in schema.ModelSection.__subclasses__() for key in ("init_partial", "quantization")),
-    (schema.Precision, "parameters"),
+    (schema.Precision, "parameters"), (schema.Precision, "frozen"),
     (schema.HuggingFaceModel, "architecture"),
     *((schema.ObjectiveConfig, key) for key in schema.ObjectiveConfig.model_fields if key != "label_smoothing"),
     (schema.Optim, "nesterov"), (schema.Schedule, "warmup_ratio"), (schema.Schedule, "decay_ratio"),

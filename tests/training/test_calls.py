@@ -35,7 +35,7 @@ class ByName(torch.nn.Linear):
 
 
 def calls(dataset: Dataset[Any], strategy: str) -> int:
-    """Return the lower quartile over updates, since a busy machine adds calls."""
+    """Return the lowest tenth over updates, since a busy machine adds calls."""
     counted = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -58,7 +58,7 @@ def calls(dataset: Dataset[Any], strategy: str) -> int:
             numbers.append(counted)
             counted = 0
         sys.setprofile(None)
-    return sorted(numbers[FIRST:])[len(numbers[FIRST:]) // 4]
+    return sorted(numbers[FIRST:])[len(numbers[FIRST:]) // 10]
 
 
 def test_an_update_from_tensors() -> None:
@@ -118,7 +118,7 @@ def calls_in_a_run(strategy: str, guards: dict[str, Any], folder: Path) -> int:
     lockstep.train(config, model=ByName(8, 3), train_dataset=tensors, monitors=[monitor])
     sys.setprofile(None)
     numbers = sorted(monitor.numbers[FIRST:])
-    return numbers[len(numbers) // 4] if numbers else 0
+    return numbers[len(numbers) // 10] if numbers else 0
 
 
 def test_an_update_of_a_run(tmp_path: Path) -> None:
