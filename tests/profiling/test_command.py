@@ -82,4 +82,7 @@ def test_a_run_that_has_ended_without_traces(tmp_path: Path) -> None:
     done = run_lockstep("profile", "run", cwd=tmp_path)
     assert done.returncode == 1
     assert gives(done.stderr, "not running", "no traces")
+    wrong = run_lockstep("profile", "run", "--gpus", "H10:1", cwd=tmp_path)
+    assert wrong.returncode == 2, "before it would record"
+    assert gives(wrong.stderr, "H100")
     assert run_lockstep("profile", "elsewhere", cwd=tmp_path).returncode == 2

@@ -1,4 +1,8 @@
-"""How many Python functions a steady update calls: the number may only fall, and is lowered here when it has."""
+"""How many Python functions a steady update calls: the number may only fall, and is lowered here when it has.
+
+The updates with the fewest calls have no more than the limit, so one more call in each update fails. About every second
+update has one more, and on a busy machine some have others; so a quarter of all may have one more than the limit.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,10 @@ from torch.utils.data import Dataset, TensorDataset
 import lockstep
 
 MOST_FROM_TENSORS = 111
-MOST_FROM_ITEMS = 158
-MOST_UNDER_DDP = 164
+MOST_FROM_ITEMS = 157
+MOST_UNDER_DDP = 163
 MOST_IN_A_RUN = 118  # a user's monitor, which counts, has five of them
-MOST_IN_A_RUN_UNDER_DDP = 180
+MOST_IN_A_RUN_UNDER_DDP = 179
 MOST_WITH_ALL_GUARDS = 153  # and monitors
 FIRST, STEPS = 35, 62  # updates before 33, and some powers of two, do more
 
@@ -34,8 +38,8 @@ class ByName(torch.nn.Linear):
         return super().forward(x)
 
 
-def calls(dataset: Dataset[Any], strategy: str) -> int:
-    """Return the lowest tenth over updates, since a busy machine adds calls."""
+def calls(dataset: Dataset[Any], strategy: str) -> list[int]:
+    """Return those of each update, from the fewest on."""
     counted = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -58,21 +62,26 @@ def calls(dataset: Dataset[Any], strategy: str) -> int:
             numbers.append(counted)
             counted = 0
         sys.setprofile(None)
-    return sorted(numbers[FIRST:])[len(numbers[FIRST:]) // 10]
+    return sorted(numbers[FIRST:])
+
+
+def keeps(numbers: list[int], most: int) -> bool:
+    print(numbers)
+    return numbers[0] <= most and numbers[len(numbers) // 4] <= most + 1
 
 
 def test_an_update_from_tensors() -> None:
     tensors = TensorDataset(torch.randn(4096, 8), torch.randint(0, 3, (4096,)))
-    assert in_process(calls, tensors, "single") <= MOST_FROM_TENSORS
+    assert keeps(in_process(calls, tensors, "single"), MOST_FROM_TENSORS)
 
 
 def test_an_update_from_items() -> None:
-    assert in_process(calls, Items(), "single") <= MOST_FROM_ITEMS
+    assert keeps(in_process(calls, Items(), "single"), MOST_FROM_ITEMS)
 
 
 def test_an_update_under_ddp() -> None:
     tensors = TensorDataset(torch.randn(4096, 8), torch.randint(0, 3, (4096,)))
-    assert max(in_world(2, calls, tensors, "ddp")) <= MOST_UNDER_DDP
+    assert all(keeps(numbers, MOST_UNDER_DDP) for numbers in in_world(2, calls, tensors, "ddp"))
 
 
 # --- a whole run: monitors, saves, snapshots and guards as by default, or all of them ---------------------------------
@@ -102,8 +111,8 @@ ALL_GUARDS = {
 }
 
 
-def calls_in_a_run(strategy: str, guards: dict[str, Any], folder: Path) -> int:
-    """Return what `calls` does; 0 on ranks without monitors."""
+def calls_in_a_run(strategy: str, guards: dict[str, Any], folder: Path) -> list[int]:
+    """Return what `calls` does; empty on ranks without monitors."""
     tensors, monitor = TensorDataset(torch.randn(4096, 8), torch.randint(0, 3, (4096,))), Counting()
     config = {
         "batch": {"global_size": 16},
@@ -117,8 +126,7 @@ def calls_in_a_run(strategy: str, guards: dict[str, Any], folder: Path) -> int:
     }
     lockstep.train(config, model=ByName(8, 3), train_dataset=tensors, monitors=[monitor])
     sys.setprofile(None)
-    numbers = sorted(monitor.numbers[FIRST:])
-    return numbers[len(numbers) // 10] if numbers else 0
+    return sorted(monitor.numbers[FIRST:])
 
 
 def test_an_update_of_a_run(tmp_path: Path) -> None:
@@ -126,9 +134,11 @@ def test_an_update_of_a_run(tmp_path: Path) -> None:
         in_process(calls_in_a_run, "single", guards, tmp_path / name)
         for name, guards in {"default": {}, "all": ALL_GUARDS}.items()
     )
-    assert default <= MOST_IN_A_RUN
-    assert all_on <= MOST_WITH_ALL_GUARDS
+    assert keeps(default, MOST_IN_A_RUN)
+    assert keeps(all_on, MOST_WITH_ALL_GUARDS)
 
 
 def test_an_update_of_a_run_under_ddp(tmp_path: Path) -> None:
-    assert max(in_world(2, calls_in_a_run, "ddp", {}, tmp_path / "run")) <= MOST_IN_A_RUN_UNDER_DDP
+    first, other = in_world(2, calls_in_a_run, "ddp", {}, tmp_path / "run")
+    assert keeps(first, MOST_IN_A_RUN_UNDER_DDP)
+    assert other == []

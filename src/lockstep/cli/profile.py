@@ -15,6 +15,8 @@ from lockstep.core.near_runs import not_a_run
 from lockstep.core.terminal import command_line, echo, muted_stderr
 
 if TYPE_CHECKING:
+    from lockstep.monitor.attempts import Attempt
+    from lockstep.plan.gpus import GPUCluster
     from lockstep.profiling.traces import Trace
 
 _EPILOG = """\
@@ -53,42 +55,41 @@ def plain(arguments: Sequence[str]) -> int:
     add_json(parser)
     args = parser.parse_args(arguments)
 
+    from lockstep.monitor.attempts import read_attempts
     from lockstep.monitor.folder import is_run
     from lockstep.profiling.findings import findings_of, summary_lines
+    from lockstep.profiling.planned import cluster_of_run
     from lockstep.profiling.traces import read_trace
 
     if not is_run(args.run):
         raise not_a_run(args.run)
+    attempts = read_attempts(args.run)
+    cluster = cluster_of_run(attempts[-1], args.gpus) if attempts else None  # wrong GPUs are refused before a recording
     traces = [read_trace(path) for path in _recorded(args)]
     for line in summary_lines(traces):
         echo(line)
-    planned = _planned(args, traces)
+    planned = {} if cluster is None else _planned(args.run, attempts[-1], cluster, traces[-1])
     if args.json:
         findings = [asdict(finding) for finding in findings_of(traces)]
         emit({"run": str(args.run), "traces": [_record(trace) for trace in traces], "findings": findings, **planned})
     return 0
 
 
-def _planned(args: argparse.Namespace, traces: Sequence[Trace]) -> dict[str, object]:
-    """Print the parts of the newest update beside the plan's, where the GPUs are known; return both."""
-    from lockstep.monitor.attempts import read_attempts
-    from lockstep.profiling.planned import cluster_of_run, measured_parts, planned_lines, planned_time
+def _planned(run: Path, attempt: Attempt, cluster: GPUCluster, trace: Trace) -> dict[str, object]:
+    """Print the parts of a traced update beside the plan's; return both."""
+    from lockstep.profiling.planned import measured_parts, planned_lines, planned_time
     from lockstep.simulation.failing import Unpredictable
 
-    attempts = read_attempts(args.run)
-    cluster = cluster_of_run(attempts[-1], args.gpus) if attempts and traces else None
-    if cluster is None:
-        return {}
     try:
-        loaded, _ = approved_config([str(args.run)], (), trusted=False)
+        loaded, _ = approved_config([str(run)], (), trusted=False)
         with muted_stderr():  # of torch's remarks on a device that it doesn't know
-            step = planned_time(loaded, attempts[-1], cluster)
+            step = planned_time(loaded, attempt, cluster)
     except (ConfigError, Unpredictable) as why:
         echo(f"no prediction to compare with: {why}")
         return {}
-    for line in planned_lines(traces[-1], step):
+    for line in planned_lines(trace, step):
         echo(line)
-    return {"measured": measured_parts(traces[-1]), "predicted": dict(step.parts)}
+    return {"measured": measured_parts(trace), "predicted": dict(step.parts)}
 
 
 def _recorded(args: argparse.Namespace) -> list[Path]:

@@ -21,16 +21,14 @@ from lockstep.core.formatting import aligned, differing, size
 from lockstep.plan.choosing import TOKEN_BYTES, USABLE, Decision, is_plenty
 from lockstep.simulation.estimate import Estimator, StrategyMemory, estimator_of, even, taken, under
 from lockstep.simulation.failing import Unpredictable
-from lockstep.simulation.memory import Peak
-from lockstep.simulation.reserved import Reserved
-from lockstep.simulation.timing import StepTime
 from lockstep.strategies.registry import AUTO, REFERENCE, find_strategy, strategies
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.plan.gpus import GPUCluster
     from lockstep.plan.plan import Plan
-    from lockstep.simulation.timing import Share
+    from lockstep.simulation.memory import Peak
+    from lockstep.simulation.timing import Share, StepTime
     from lockstep.simulation.trace import StepTrace
 
 Goal = Literal["time", "cost", "memory"]
@@ -151,11 +149,6 @@ class _Step(NamedTuple):
     reserved: int
     exposed: float  # seconds in which nothing computes
     computing: float  # seconds of operations, without the optimizer's
-
-
-def _step_of(peak: Peak, time: StepTime) -> _Step:
-    exposed, computing = (sum(time.parts[part] for part in of) for of in (_EXPOSED_PARTS, _COMPUTING))
-    return _Step(time.seconds, taken(peak), exposed, computing)
 
 
 @dataclass(slots=True)
@@ -289,7 +282,7 @@ class _Search:
         config = config.with_values(batch={"micro_size": samples})
         key = config.model_dump_json(include={"parallel", "batch", "memory"})
         if key not in self._known:
-            self._known[key] = step = _step_of(*self._simulated(config))
+            self._known[key] = step = self._simulated(config)
             plan = self.estimator.planned(config)
             if plan.mesh.pieces * plan.mesh.context == 1:
                 mode = config.memory.activation_checkpointing.mode
@@ -299,8 +292,8 @@ class _Search:
                 self.best, self.exposed = step.seconds, step.exposed / step.seconds
         return self._known[key]
 
-    def _simulated(self, config: Config) -> tuple[Peak, StepTime]:
-        """Return peak and time, by models of 2 and 4 blocks (of a stage: one and two) if all blocks are alike."""
+    def _simulated(self, config: Config) -> _Step:
+        """Return a step; if all blocks are alike, on the line through models of 2 and 4 (of a stage: one and two)."""
         stages = self.estimator.planned(config).mesh.pipeline
         depth = _DEPTH if stages == 1 else stages
         first, second = self._estimator(depth), self._estimator(2 * depth)
@@ -308,14 +301,17 @@ class _Search:
             elements = [_elements(each) for each in (first, second, self.estimator)]
             more, rest = divmod((elements[2] - elements[0]) * depth, elements[1] - elements[0])
             if not rest and more > depth:
-                low, high = (self._run(each, config) for each in (first, second))
-                return extrapolated(low, high, more / depth)
+                pairs = zip(*(self._run(each, config) for each in (first, second)), strict=True)
+                seconds, reserved, *others = (low + (high - low) * more / depth for low, high in pairs)
+                return _Step(seconds, int(reserved), *(max(0.0, each) for each in others))
         return self._run(self.estimator, config)
 
-    def _run(self, estimator: Estimator, config: Config) -> tuple[Peak, StepTime]:
+    def _run(self, estimator: Estimator, config: Config) -> _Step:
         self.simulations += 1
         config = config.model_copy(update={"model": estimator.config.model})
-        return simulated(replace(estimator, config=config, memory=None), config)
+        peak, time = simulated(replace(estimator, config=config, memory=None), config)
+        exposed, computing = (sum(time.parts[part] for part in of) for of in (_EXPOSED_PARTS, _COMPUTING))
+        return _Step(time.seconds, taken(peak), exposed, computing)
 
     def _estimator(self, depth: int) -> Estimator | None:
         if depth not in self._at_depth:
@@ -392,27 +388,6 @@ def simulated(estimator: Estimator, config: Config) -> tuple[Peak, StepTime]:
     peak = estimator.peak(config, traces)
     assert estimator.cluster is not None
     return peak, estimator.time_of(config, traces, estimator.cluster)
-
-
-def extrapolated(low: tuple[Peak, StepTime], high: tuple[Peak, StepTime], steps: float) -> tuple[Peak, StepTime]:
-    """Return peak and time of a deeper model, on the line through two: `steps` is the distance, from low to high 1."""
-
-    def on(first: float, second: float) -> float:
-        return first + (second - first) * steps
-
-    (peak, time), (other, longer) = low, high
-    reserved = None
-    if peak.reserved is not None and other.reserved is not None:
-        sizes = zip(peak.reserved.as_json().values(), other.reserved.as_json().values(), strict=True)
-        _, allocator, workspaces, context, nccl = (int(on(*pair)) for pair in sizes)
-        reserved = Reserved(allocator, workspaces, context, nccl)
-    categories = {name: int(on(size, other.by_category[name])) for name, size in peak.by_category.items()}
-    parts = {part: max(0.0, on(seconds, longer.parts[part])) for part, seconds in time.parts.items()}
-    seconds, flops = on(time.seconds, longer.seconds), on(time.flops, longer.flops)
-    mfu = time.mfu * (flops / seconds) / (time.flops / time.seconds)
-    hidden = max(0.0, on(time.hidden, longer.hidden))
-    bytes_ = int(on(peak.bytes, other.bytes))
-    return Peak(bytes_, categories, reserved=reserved), StepTime(seconds, parts, hidden, flops, mfu)
 
 
 def _elements(estimator: Estimator) -> int:
