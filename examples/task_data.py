@@ -15,11 +15,12 @@ import json
 import keyword
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 MODULES = "random statistics string textwrap shutil heapq bisect copy json csv fractions glob calendar"
@@ -55,7 +56,7 @@ def tags() -> Iterator[dict[str, list[str]]]:
 def questions() -> Iterator[dict[str, Any]]:
     """Yield questions with a context and the span of the answer in it, as in SQuAD."""
     for name, sentence, function in functions():
-        context = f"{name}{inspect.signature(function)}: {sentence} It is written in Python."
+        context = f"{name}({', '.join(inspect.signature(function).parameters)}): {sentence} It is written in Python."
         answers = {"text": [sentence], "answer_start": [context.index(sentence)]}
         yield {"question": f"What does {name} do?", "context": context, "answers": answers}
 
@@ -76,16 +77,25 @@ def texts() -> Iterator[dict[str, Any]]:
         yield {"text": sentence, "module": name.split(".")[0], "letters": letters, "words": len(sentence.split()) / 10}
 
 
+def vocabulary(pre_tokenizer: pre_tokenizers.PreTokenizer, text: str) -> dict[str, int]:
+    """Return the ids of characters and of the most frequent words: the same each time, unlike a WordPieceTrainer's."""
+    counts = Counter(word for word, _ in pre_tokenizer.pre_tokenize_str(text))
+    characters = sorted({character for word in counts for character in word})
+    frequent = sorted(counts, key=lambda word: (-counts[word], word))
+    pieces = dict.fromkeys([*SPECIAL.values(), *characters, *(f"##{each}" for each in characters), *frequent])
+    return {piece: number for number, piece in enumerate([*pieces][:1024])}
+
+
 def main(folder: Path) -> None:
     """Write the files."""
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, Iterable[Any]] = {"tags": tags(), "questions": questions(), "choices": choices(), "texts": texts()}
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = Tokenizer(models.WordPiece(unk_token=SPECIAL["unk_token"]))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=1024, special_tokens=[*SPECIAL.values()], show_progress=False)
-    tokenizer.train_from_iterator(((folder / f"{name}.jsonl").read_text() for name in ("tags", "texts")), trainer)
+    text = "".join((folder / f"{name}.jsonl").read_text() for name in ("tags", "texts"))
+    words = pre_tokenizers.BertPreTokenizer()
+    tokenizer = Tokenizer(models.WordPiece(vocabulary(words, text), unk_token=SPECIAL["unk_token"]))
+    tokenizer.pre_tokenizer = words
     ids = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ids

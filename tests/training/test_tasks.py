@@ -40,7 +40,6 @@ TASKS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 NOISES = {"answers": 1e-7, "choices": 2e-7}
 """Of the gradient's norm: what their softmax is blind to has a gradient of rounding alone."""
-SGD = {"name": "sgd", "lr": 1e-3, "clip_norm": 0.5}  # AdamW makes a whole step of a gradient of rounding alone
 PIPELINED = [name for name in TASKS if name != "choices"]  # its sequences are not the samples
 
 
@@ -74,7 +73,7 @@ def config(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
         "model": {"kind": "huggingface", "task": task, "architecture": architecture},
         "data": {"train": train, "evaluation": {"held-out": {**train, "split": "train[:11]"}}},
         "batch": {"global_size": 13, "micro_size": 3},
-        "optim": SGD if name == "choices" else {"name": "adamw", "lr": 1e-3, "clip_norm": 0.5},
+        "optim": {"name": "adamw", "lr": 1e-3, "clip_norm": 0.5},
         "precision": {"compute": "fp32"},
         "run": {"steps": 8},
         **sections,
