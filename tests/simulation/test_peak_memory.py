@@ -65,7 +65,7 @@ def measured(config: Config) -> Peak:
 
 
 def estimator(config: Config, ranks: int, memory: int | None = None) -> Estimator:
-    facts, _ = data_facts(config, NOTHING)
+    facts = data_facts(config, NOTHING)
     return Estimator(config, ranks, facts, parameter_facts(sketch_model(config.model, facts)), NOTHING, memory)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from kit.commands import run_lockstep
+from kit.failures import gives
 from simulation.test_peak_memory import NOTHING
 from simulation.test_step_time import cluster, large
 
@@ -251,6 +252,9 @@ def test_a_cluster_that_cannot_train_the_run_says_why(tmp_path: Path) -> None:
     shown = run_lockstep(*words, "--gpus", "H100:4,H100:2", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     first, second = json.loads(shown.stdout)["clusters"]
+    found, refused = shown.stderr.splitlines()
+    assert gives(found, "1 of 2", "4 x H100", f"{1000 * first['step_seconds']:,.1f} ms")
+    assert gives(refused, "2 of 2", "2 x H100", "Start 4 ranks")
     assert (first["fits"], first["best"]) == (True, True)
     assert (second["fits"], second["best"]) == (False, False)
     assert "Start 4 ranks" in second["note"]

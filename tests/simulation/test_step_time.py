@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -220,14 +222,36 @@ def test_each_gpu_has_its_figures(name: str) -> None:
     assert 1e10 < gpu.memory < 1e12 < 10 * gpu.bandwidth < 1e14
 
 
+def test_the_instance_types_of_clouds() -> None:
+    instances = tomllib.loads((files("lockstep.plan") / "instances.toml").read_text())
+    for name, (gpu, number, gigabits) in instances.items():
+        cluster = parse_cluster(name)
+        assert (cluster.gpu.name, cluster.per_node, cluster.nodes) == (gpu, number, 1)
+        assert cluster.gpu.network * number * 8 == pytest.approx(gigabits * 1e9)
+    assert [str(parse_cluster("P5.48xlarge", nodes)) for nodes in (1, 4)] == [
+        "8 x H100 (p5.48xlarge)",
+        "32 x H100 (4 p5.48xlarge)",
+    ]
+    assert parse_cluster("nd96asr_v4:8").instance == "Standard_ND96asr_v4"
+    assert parse_cluster("p5.48xlarge").gpu == parse_cluster("H100:8").gpu, "both have 400 Gbit/s for a GPU"
+    tcpx, whole = (parse_cluster(name, 2).gpu for name in ("a3-highgpu-8g", "a3-megagpu-8g"))
+    assert tcpx.network == whole.network / 2
+
+
 @pytest.mark.parametrize(
     ("words", "values"),
     [
         (("--gpus", "H10:8"), ("H10", "H100")),
         (("--gpus", "H100"), ("H100", "H100:8")),
+        (("--gpus", "g6"), ("g6", "H100:8", "g6.xlarge", "g6.2xlarge")),
+        (("--gpus", "p5.48xlrge"), ("p5.48xlrge", "p5.48xlarge")),
+        (("--gpus", "p5.48xlrge:8"), ("p5.48xlrge", "p5.48xlarge")),
+        (("--gpus", "p5.48xlarge:4"), ("p5.48xlarge:4", "8 x H100")),
         (("--gpus", "H100:0"), ("H100:0", "H100:8")),
         (("--gpus", "H100:8", "--nodes", "0"), ("--nodes 0", "1 node")),
         (("--gpus", "H100:8", "--price", "2.5"), ("2.5", "2.5USD")),
+        (("--gpus", "H100:8", "--price", "2.5XXX"), ("2.5XXX", "XXX", "USD", "EUR", "GBP")),
+        (("--gpus", "H100:8", "--price", "2.5euro"), ("2.5euro", "EURO", "EUR")),
         (("--price", "2.5USD"), ("--gpus", "H100:8")),
         (("--gpus", "no-file.toml:MINE:8"), ("no-file.toml",)),
     ],
@@ -241,11 +265,9 @@ def test_bad_input_gets_the_nearest_right_value(
 
 
 def test_prices() -> None:
-    assert [parse_price(text).text(1000.5) for text in ("2.5usd", "$2", "€ 1.20")] == [
-        "1,000.50 USD",
-        "1,000.50 USD",
-        "1,000.50 EUR",
-    ]
+    texts = ("2.5usd", "$2", "€ 1.20", "£3", "250 JPY")
+    assert [parse_price(text).currency for text in texts] == ["USD", "USD", "EUR", "GBP", "JPY"]
+    assert parse_price("$2").text(1000.5) == "1,000.50 USD"
     with pytest.raises(ConfigError):
         parse_price("$2.5EUR")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.assembly.adapters import lower_frozen
 from lockstep.assembly.companion import companion_facts
@@ -13,7 +13,7 @@ from lockstep.assembly.user_objects import UserObjects, refuse_given
 from lockstep.core.errors import ConfigError
 from lockstep.distributed.memory import memory_if_started
 from lockstep.launch.devices import choose_ranks, count_accelerators, count_cores
-from lockstep.plan.stated_facts import NOT_READ, facts_of_config, sizes_of_config
+from lockstep.plan.stated_facts import facts_of_config, sizes_of_config
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _LONG = {"steps": 1_000_000, "samples": None, "tokens": None, "epochs": None}
 """A length that makes no schedule too long: no warning of one is printed where the length isn't known."""
+_NO_EPOCH = {"epoch_steps": 0, "epoch_samples": 0}
 
 
 def plan_run(
@@ -46,15 +47,16 @@ def plan_run(
 
     config = loaded.config
     refuse_given(loaded)
-    sizes = sizes_of_config(config)
+    sizes, notes = sizes_of_config(config), list[str]()
+    unknown: dict[str, Any] = {} if facts_of_config(config) is None else _NO_EPOCH
     try:
-        facts, notes = data_facts(config, UserObjects(trust_remote_code=trust_remote_code))
+        facts = data_facts(config, UserObjects(trust_remote_code=trust_remote_code))
     except ConfigError as error:
         if sizes is None:
             raise
         facts, why = sizes, str(error).splitlines()[0]
         notes = [f"data.train was not read, so the run's length isn't known: {why}."]
-        config = config.with_values(run=_LONG)
+        config, unknown = config.with_values(run=_LONG), {**_NO_EPOCH, "steps": None, "samples": None, "tokens": None}
     model = lower_frozen(sketch_model(config.model, facts, trust_remote_code=trust_remote_code), config)
     ranks = choose_ranks(config.launch)
     machine = Machine(memory=memory or memory_here(config, ranks), decision=decision[0], undecided=decision[1])
@@ -62,10 +64,7 @@ def plan_run(
     further = companion_facts(config, facts, own, trust_remote_code=trust_remote_code)
     plan = make_plan(config, ranks, facts, own, machine, further)
     check_model(model, config, plan)
-    notes = [*lone_samples(model, plan), *notes]
-    if config is not loaded.config:
-        plan = replace(plan, steps=None, samples=None, tokens=None, epoch_steps=0, epoch_samples=0)
-    return replace(plan, warnings=(*plan.warnings, *notes))
+    return replace(plan, warnings=(*plan.warnings, *lone_samples(model, plan), *notes), **unknown)
 
 
 def memory_here(config: Config, ranks: int) -> int | None:
@@ -73,7 +72,6 @@ def memory_here(config: Config, ranks: int) -> int | None:
     return memory_if_started(*count_accelerators(config.launch), count_cores(), ranks)
 
 
-def data_facts(config: Config, given: UserObjects) -> tuple[DataFacts, list[str]]:
-    """Return the facts about the data from the config, or else from the data; and notes for the user."""
-    facts = facts_of_config(config)
-    return (open_sources(config, given)[0].facts, []) if facts is None else (facts, [NOT_READ])
+def data_facts(config: Config, given: UserObjects) -> DataFacts:
+    """Return the facts about the data from the config, or else from the data."""
+    return facts_of_config(config) or open_sources(config, given)[0].facts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
     from lockstep.plan.gpus import GPUCluster, Price
     from lockstep.simulation.estimate import StrategyMemory
+    from lockstep.simulation.planning import ClusterRow
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -33,7 +35,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     add_run(parser, "as if started on N ranks; with --measure, processes on this machine")
     text = "memory of each rank, such as 80GiB; by default this machine's, if it has devices or cores for all"
     parser.add_argument("--memory", type=size, metavar="SIZE", help=text)
-    text = "GPUs of a node, such as H100:8 (or FILE.toml:NAME:8): show a step's time on them; several: H100:8,L4:8"
+    text = "GPUs of a node, as H100:8, p5.48xlarge or FILE.toml:NAME:8: show a step's time there; several: H100:8,L4:8"
     parser.add_argument("--gpus", metavar="NAME:N", help=text)
     parser.add_argument("--nodes", metavar="N", help="with --gpus: nodes, or several numbers: 1,2,4; default 1")
     text = "with --gpus: of a GPU for an hour, such as 2.5USD; or a list, one for each of --gpus"
@@ -141,14 +143,16 @@ def _on_each(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     refuse_given(loaded)
     refusals: list[ConfigError] = []
     rows, of = [], partial(searched_on, goal=args.goal) if args.search else row_on
-    for cluster, price in args.clusters:
+    for number, (cluster, price) in enumerate(args.clusters, 1):
         run, trust = _with_ranks(loaded, cluster), args.trust_remote_code
+        echo(f"{number} of {len(args.clusters)}: {cluster}:", end=" ", file=sys.stderr, flush=True)
         try:
             with muted_stderr():  # of torch's remarks on a device that it doesn't know
                 rows.append(of(estimator_for(run, args.memory, cluster, trust_remote_code=trust), price))
         except ConfigError as refusal:
             refusals.append(refusal)
             rows.append(ClusterRow(cluster, price, why=str(refusal).splitlines()[0]))
+        echo(_in_short(rows[-1]), file=sys.stderr, flush=True)
     if len(refusals) == len(rows):
         raise refusals[0]
     best = best_of(rows, args.goal)
@@ -163,6 +167,13 @@ def _on_each(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     if best is None and any(row.run is None or row.run.memory.fits is False for row in rows):
         raise RunFailed("it fits on none of them; name more or larger GPUs")
     return 0
+
+
+def _in_short(row: ClusterRow) -> str:
+    record, price = row.as_json(), row.price
+    time = [f"{1000 * record['step_seconds']:,.1f} ms"] if record.get("step_seconds") else []
+    cost = [price.text(record["cost"])] if price is not None and "cost" in record else []
+    return ", ".join(filter(None, [row.config, *time, *cost, row.note]))
 
 
 def _write_page(

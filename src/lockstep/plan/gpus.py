@@ -1,24 +1,30 @@
-"""GPUs by name, and clusters of them: `gpus.toml` has their figures with the sources."""
+"""GPUs by name, and clusters of them: `gpus.toml` has their figures, with sources; `instances.toml` types of clouds."""
 
 from __future__ import annotations
 
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.closest import did_you_mean
+from lockstep.core.closest import did_you_mean, hint
 from lockstep.core.errors import ConfigError
 from lockstep.core.terminal import command_line
 
 _REACHED = "reached"
 _RANKS = "ranks"
+_SHOWN = 5  # similar names
 _OTHER_FORMS = {"PCIE", "NVL", "MIG", "LAPTOP", "D"}  # with other speeds
 _SIGNS = {"$": "USD", "€": "EUR", "£": "GBP"}
+_CURRENCIES = (
+    "USD", "EUR", "GBP", "JPY", "CNY", "INR", "AED", "AUD", "BRL", "CAD", "CHF", "CZK", "DKK", "HKD", "IDR", "ILS",
+    "KRW", "MXN", "MYR", "NOK", "NZD", "PLN", "SAR", "SEK", "SGD", "THB", "TRY", "TWD", "ZAR",
+)  # fmt: skip
+"""Those that clouds are paid in, by ISO 4217."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +58,20 @@ class GPU:
 
 @dataclass(frozen=True, slots=True)
 class GPUCluster:
-    """Nodes of equal GPUs."""
+    """Nodes of equal GPUs; `instance` is their type at a cloud."""
 
     gpu: GPU
     per_node: int
     nodes: int
+    instance: str = ""
 
     @property
     def ranks(self) -> int:
         return self.per_node * self.nodes
 
     def __str__(self) -> str:
-        return f"{self.ranks} x {self.gpu.name}" + (f" ({self.nodes} nodes)" if self.nodes > 1 else "")
+        nodes = " ".join([str(self.nodes)] * (self.nodes > 1) + [self.instance or "nodes"])
+        return f"{self.ranks} x {self.gpu.name}" + (f" ({nodes})" if self.nodes > 1 or self.instance else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +87,14 @@ class Price:
 
 def parse_price(text: str) -> Price:
     """Return the price of `2.5USD` or `$2.5`. Raises ConfigError."""
-    match = re.fullmatch(r"(?P<sign>[$€£])?\s*(?P<amount>\d+(\.\d+)?)\s*(?P<name>[A-Za-z]{3})?", text.strip())
+    match = re.fullmatch(r"(?P<sign>[$€£])?\s*(?P<amount>\d+(\.\d+)?)\s*(?P<name>[A-Za-z]+)?", text.strip())
     if match is None or bool(match["sign"]) == bool(match["name"]):
         raise ConfigError(f"--price {text}: write the price of a GPU for an hour with its currency, such as 2.5USD")
-    return Price(float(match["amount"]), (match["name"] or _SIGNS[match["sign"]]).upper())
+    currency = (match["name"] or _SIGNS[match["sign"]]).upper()
+    if currency not in _CURRENCIES:
+        known = did_you_mean(currency, _CURRENCIES, "known are")
+        raise ConfigError(f"--price {text}: the currency {currency} isn't known; {known}")
+    return Price(float(match["amount"]), currency)
 
 
 def parse_clusters(gpus: str, nodes: str = "1", price: str | None = None) -> list[tuple[GPUCluster, Price | None]]:
@@ -104,15 +116,25 @@ def parse_clusters(gpus: str, nodes: str = "1", price: str | None = None) -> lis
 
 
 def parse_cluster(text: str, nodes: int = 1) -> GPUCluster:
-    """Return the cluster of `NAME:PER_NODE`, or `FILE.toml:NAME:PER_NODE` for GPUs of your own. Raises ConfigError.
+    """Return the cluster of `NAME:PER_NODE`, or of a cloud's instance type, such as `p5.48xlarge`. Raises ConfigError.
 
-    `FILE.toml:PER_NODE` names the file's first.
+    `FILE.toml:NAME:PER_NODE` is for GPUs of your own; `FILE.toml:PER_NODE` names the file's first.
     """
-    name, _, number = text.rpartition(":")
-    if not number.isdecimal() or int(number) < 1:
-        raise ConfigError(f"--gpus {text}: write a GPU and how many a node has, such as H100:8")
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes}: there is at least 1 node")
+    name, colon, number = text.rpartition(":")
+    instances = _known("instances.toml")
+    by_name = {each.lower().removeprefix("standard_"): each for each in instances}
+    if (instance := by_name.get((name or text).lower().removeprefix("standard_"))) is not None:
+        gpu, per_node, gigabits = instances[instance]
+        if colon and number != str(per_node):
+            raise ConfigError(f"--gpus {text}: {instance} has {per_node} x {gpu}; leave :{number} out")
+        made = replace(_gpu(gpu, _known(), str(per_node)), network=gigabits / 8 * 1e9 / per_node)
+        return GPUCluster(made, per_node, nodes, instance)
+    if not number.isdecimal() or int(number) < 1:
+        similar = ", ".join([each for each in instances if text.lower() in each.lower()][:_SHOWN])
+        near = f" such as {similar}" if similar else hint(text, instances)
+        raise ConfigError(f"--gpus {text}: write a GPU and how many a node has, such as H100:8, or an instance{near}")
     file, _, own = name.rpartition(":") if not name.endswith(".toml") else (name, ":", "")
     try:
         more = tomllib.loads(Path(file).read_text()) if file else {}
@@ -131,7 +153,8 @@ def known_gpu(device_name: str) -> GPU | None:
 def _gpu(name: str, known: Mapping[str, Mapping[str, Any]], per_node: str) -> GPU:
     by_lower = {each.lower(): each for each in known}
     if (key := by_lower.get(name.lower())) is None:
-        raise ConfigError(f"--gpus: there is no GPU {name!r} in plan/gpus.toml; {did_you_mean(name, known)}")
+        near = hint(name, [*known, *_known("instances.toml")]) or f"; there are {', '.join(known)}"
+        raise ConfigError(f"--gpus: there is no GPU {name!r} in plan/gpus.toml{near}")
     try:
         figures = _inherited(key, known)
         ranks = figures.get(_RANKS, {per_node: {}})
@@ -166,5 +189,5 @@ def _inherited(name: str, known: Mapping[str, Mapping[str, Any]]) -> Mapping[str
 
 
 @cache
-def _known() -> Mapping[str, Mapping[str, Any]]:
-    return tomllib.loads((files("lockstep.plan") / "gpus.toml").read_text())
+def _known(table: str = "gpus.toml") -> Mapping[str, Any]:
+    return tomllib.loads((files("lockstep.plan") / table).read_text())

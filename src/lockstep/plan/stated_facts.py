@@ -19,8 +19,6 @@ from lockstep.core.tasks import TASKS
 if TYPE_CHECKING:
     from lockstep.config.schema import Config, DataSource, Model
 
-NOT_READ = "data.train was not read: the plan assumes one epoch, and the vocabulary and classes of the config."
-
 
 def facts_of_config(config: Config) -> DataFacts | None:
     """Return the facts that planning needs; None if the dataset has to be read."""

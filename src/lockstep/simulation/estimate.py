@@ -316,7 +316,7 @@ def estimator_of(
 ) -> Estimator:
     """Return the estimator of a run; a model is described without its weights."""
     whole, sizes = facts_of_config(config), sizes_of_config(config)
-    facts = whole or sizes or data_facts(config, given)[0]
+    facts = whole or sizes or data_facts(config, given)
     model = given.model if isinstance(given.model, nn.Module) else None
     if model is None and given.model is not None:
         model = cast("nn.Module", cast("Any", given.model)())

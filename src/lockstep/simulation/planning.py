@@ -105,7 +105,7 @@ def estimate(
 
     Args:
         config: as of `estimate_memory`, with `length` and the objects.
-        gpus: a GPU and how many a node has, such as `H100:8`, or `FILE.toml:NAME:8`.
+        gpus: a GPU and how many a node has, such as `H100:8` or `FILE.toml:NAME:8`, or an instance type.
         price: of a GPU for an hour, such as `2.5USD`.
 
     Raises:
@@ -177,7 +177,8 @@ class ClusterRow:
 
     def as_json(self) -> dict[str, Any]:
         """Return it for programs: only plain values."""
-        gpus = {"gpu": self.cluster.gpu.name, "per_node": self.cluster.per_node, "nodes": self.cluster.nodes}
+        of = self.cluster
+        gpus = {"gpu": of.gpu.name, "per_node": of.per_node, "nodes": of.nodes, "instance": of.instance or None}
         run = {"fits": False, "note": self.why} if self.run is None else self.run.as_json()
         return {**gpus, **run, **({} if self.overlay is None else {"found": self.overlay})}
 
