@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.failures import fails
+from kit.failures import fails, gives
 
 from lockstep.core.errors import ConfigError
 from lockstep.monitor.attempts import Attempt
-from lockstep.profiling.planned import cluster_of_run, measured_parts, planned_lines
+from lockstep.plan.gpus import GPUCluster, parse_cluster
+from lockstep.profiling.planned import beside_plan, cluster_of_run, measured_parts, planned_lines
 from lockstep.profiling.traces import DeviceUse, Operator, Trace
 from lockstep.simulation.timing import SHARES, Share, StepTime
 
@@ -65,6 +66,17 @@ def test_the_part_that_is_slower_than_predicted_is_named() -> None:
     *rows, fine = planned_lines(trace, step(matmul=0.39, memory=0.28, optimizer=0.04, communication=0.12, host=0.05))
     assert "no part" in fine
     assert rows[-1].split()[0] == "all"
+
+
+def test_an_update_is_set_beside_its_plan() -> None:
+    split = {"forward": 0.3, "backward": 0.5, "communication": 0.1, "optimizer": 0.06, "host": 0.04}
+    gpus = GPUCluster(parse_cluster("H100:8").gpu, 8, 2)
+    near = beside_plan(split, step(matmul=0.8, communication=0.09, optimizer=0.05), gpus)
+    assert gives(near, "16 x H100", "940 ms", "1.00 s.")
+    slow = beside_plan(split, step(matmul=0.4, communication=0.05, optimizer=0.05), gpus)
+    assert gives(slow, "500 ms", "1.00 s", "communication", "450 ms more")
+    fast = beside_plan(split, step(matmul=0.9, optimizer=0.5), gpus)
+    assert gives(fast, "1.40 s", "1.00 s", "optimizer", "440 ms less")
 
 
 def attempt(**facts: Any) -> Attempt:

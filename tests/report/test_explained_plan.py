@@ -10,9 +10,14 @@ from typing import Any
 import pytest
 from kit.commands import run_lockstep
 from kit.failures import gives
+from simulation.test_step_time import large
 
+from lockstep.assembly.user_objects import UserObjects
+from lockstep.core.formatting import short_time
 from lockstep.monitor.attempts import Attempt, Planned, attempts_text
+from lockstep.plan.gpus import parse_cluster
 from lockstep.report.explanation import explain
+from lockstep.simulation.estimate import estimator_of
 
 GPU = Attempt(
     launched=1.79e9,
@@ -69,6 +74,20 @@ def test_no_peak_is_invented(tmp_path: Path, facts: dict[str, Any], words: str) 
     assert explanation.mfu is None
     text = "\n".join(explanation.sentences)
     assert words in text if words else "MFU" not in text
+
+
+def test_an_update_on_known_gpus_is_set_beside_its_plan(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", replace(GPU, facts={**GPU.facts, "micro_size": 16}))
+    config = large(8, data={"train": {"kind": "stdlib-text", "length": 512}})
+    (run / "config.yaml").write_text(json.dumps(config.model_dump(mode="json", exclude_unset=True)))
+    step = estimator_of(config, 8, None, UserObjects()).step_time(config, parse_cluster("H100:8"))
+    sentences = json.loads(run_lockstep("explain", run, "--json").stdout)["sentences"]
+    assert any(gives(each, "8 x H100", short_time(step.seconds), "2.00 s", "communication") for each in sentences)
+    wrong = run_lockstep("explain", run, "--gpus", "H100:4")
+    assert wrong.returncode == 2
+    assert gives(wrong.stderr, "H100:4", "8 ranks")
+    (run / "attempts.jsonl").write_text(attempts_text([GPU, replace(GPU, facts={**GPU.facts, "ranks": 4})]))
+    assert "8 x H100" not in run_lockstep("explain", run).stdout, "its updates differ"
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

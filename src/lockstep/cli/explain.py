@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lockstep.cli.arguments import Parser, add_json, run_path
@@ -22,6 +23,10 @@ def run(arguments: Sequence[str]) -> int:
     """Explain how fast a run is, what limits it, what happened, and what to do next."""
     parser = Parser("explain", "Explains a run in ten sentences: its speed, what limits it, what to do next.")
     parser.add_argument("run", type=run_path, metavar="RUN", help="the run's folder")
+    text = (
+        "the run's, as of lockstep plan: set the time of an update beside the plan's; GPUs that plan knows need no flag"
+    )
+    parser.add_argument("--gpus", metavar="NAME:N", help=text)
     add_json(parser)
     args = parser.parse_args(arguments)
 
@@ -32,7 +37,8 @@ def run(arguments: Sequence[str]) -> int:
     if not is_run(args.run):
         raise not_a_run(args.run)
     refuse_escaping_links(args.run)
-    explanation = explain(args.run, _profiled(args.run), status_of(args.run).sentence)
+    planned = partial(_planned, args.run, args.gpus)
+    explanation = explain(args.run, _profiled(args.run), status_of(args.run).sentence, planned)
     if args.json:
         useful, names = explanation.goodput, ("name", "share", "gain", "fact", "remedy")
         share, wall, lost = (useful.share, useful.wall, useful.losses()) if useful is not None else (None, None, None)
@@ -45,6 +51,25 @@ def run(arguments: Sequence[str]) -> int:
     for note in explanation.notes:
         echo(f"note: {note}")
     return 0
+
+
+def _planned(run: Path, gpus: str | None, split: Mapping[str, float]) -> str:
+    """Return the time of an update beside the plan's, if the run's GPUs are known."""
+    from lockstep.monitor.attempts import read_attempts
+    from lockstep.plan.gpus import known_gpu
+
+    attempts = read_attempts(run)
+    if not split or not attempts or (gpus is None and known_gpu(str(attempts[-1].facts.get("device"))) is None):
+        return ""
+    if len({tuple(map(attempt.facts.get, ("device", "ranks", "micro_size"))) for attempt in attempts}) > 1:
+        return "No plan is set beside its updates: the attempts differ in device, ranks or micro-batch."
+    from lockstep.cli.profile import predicted_step
+    from lockstep.profiling.planned import beside_plan, cluster_of_run
+
+    if (cluster := cluster_of_run(attempts[-1], gpus)) is None:
+        return ""
+    step = predicted_step(run, attempts[-1], cluster)
+    return f"There is {step}." if isinstance(step, str) else beside_plan(split, step, cluster)
 
 
 def _profiled(run: Path) -> list[Limit] | None:

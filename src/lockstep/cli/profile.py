@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lockstep.monitor.attempts import Attempt
     from lockstep.plan.gpus import GPUCluster
     from lockstep.profiling.traces import Trace
+    from lockstep.simulation.timing import StepTime
 
 _EPILOG = """\
 The ranks of a running run, under any launcher, record the next updates. For an ended run, the
@@ -77,19 +78,28 @@ def plain(arguments: Sequence[str]) -> int:
 
 def _planned(run: Path, attempt: Attempt, cluster: GPUCluster, trace: Trace) -> dict[str, object]:
     """Print the parts of a traced update beside the plan's; return both."""
-    from lockstep.profiling.planned import measured_parts, planned_lines, planned_time
+    from lockstep.profiling.planned import measured_parts, planned_lines
+
+    step = predicted_step(run, attempt, cluster)
+    if isinstance(step, str):
+        echo(step)
+        return {}
+    for line in planned_lines(trace, step):
+        echo(line)
+    return {"measured": measured_parts(trace), "predicted": dict(step.parts)}
+
+
+def predicted_step(run: Path, attempt: Attempt, cluster: GPUCluster) -> StepTime | str:
+    """Return the plan's time of a run's step; or why there is none."""
+    from lockstep.profiling.planned import planned_time
     from lockstep.simulation.failing import Unpredictable
 
     try:
         loaded, _ = approved_config([str(run)], (), trusted=False)
         with muted_stderr():  # of torch's remarks on a device that it doesn't know
-            step = planned_time(loaded, attempt, cluster)
+            return planned_time(loaded, attempt, cluster)
     except (ConfigError, Unpredictable) as why:
-        echo(f"no prediction to compare with: {why}")
-        return {}
-    for line in planned_lines(trace, step):
-        echo(line)
-    return {"measured": measured_parts(trace), "predicted": dict(step.parts)}
+        return f"no prediction to compare with: {str(why).splitlines()[0].rstrip('.:')}"
 
 
 def _recorded(args: argparse.Namespace) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.assembly.user_objects import UserObjects, refuse_given
@@ -32,6 +32,15 @@ _MEANINGS: Mapping[Share, str] = {
     "communication": "links are slower than assumed, or others use them: lockstep doctor --ranks N measures them",
     "host": "Python can't issue operations fast enough: raise batch.micro_size, or set model.compile: true",
 }
+_PHASES: Mapping[str, tuple[Sequence[str], Sequence[Share]]] = {
+    "forward, backward and communication": (
+        ("forward", "backward", "communication"),
+        ("matmul", "attention", "memory", "communication", "host", "bubble"),
+    ),
+    "the optimizer": (("optimizer",), ("optimizer",)),
+    "what no plan has (data, saves, Python between updates)": (("data", "save", "host"), ()),
+}
+"""The phases of an update, and the plan's parts in them: on a GPU collectives are waited for inside of forward, too."""
 _SHOWN = 1e-6  # seconds
 _NOTABLE = 0.05  # of an update
 
@@ -92,6 +101,21 @@ def planned_lines(trace: Trace, step: StepTime) -> Iterator[str]:
         yield "no part takes longer than predicted by 5 % of an update"
     else:
         yield f"{slowest} takes {short_time(more[slowest])} longer than predicted: {_MEANINGS[slowest]}"
+
+
+def beside_plan(split: Mapping[str, float], step: StepTime, cluster: GPUCluster) -> str:
+    """Return the time of an update, of which `split` has the seconds by phase, beside the plan's; and what differs."""
+    more = {
+        name: sum(split.get(phase, 0.0) for phase in phases) - sum(step.parts[part] for part in parts)
+        for name, (phases, parts) in _PHASES.items()
+    }
+    whole, most = sum(split.values()), max(more, key=lambda name: abs(more[name]))
+    text = f"By its plan for {cluster}, an update takes {short_time(step.seconds)}; it took {short_time(whole)}"
+    if abs(more[most]) < _NOTABLE * whole:
+        return f"{text}."
+    return (
+        f"{text}, above all because {most} took {short_time(abs(more[most]))} {'more' if more[most] > 0 else 'less'}."
+    )
 
 
 def _part_of(operator: str) -> Share:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,12 +41,18 @@ class RunExplanation:
     notes: tuple[str, ...]
 
 
-def explain(folder: Path, profiled: Sequence[Limit] | None = None, ended: str = "") -> RunExplanation:
+def explain(
+    folder: Path,
+    profiled: Sequence[Limit] | None = None,
+    ended: str = "",
+    planned: Callable[[Mapping[str, float]], str] = lambda split: "",
+) -> RunExplanation:
     """Explain a run. Raises OSError.
 
     Args:
         profiled: What the run's traces show; None: it has none.
         ended: How the run ended, in a sentence; may be empty.
+        planned: Returns a sentence that sets the seconds of an update by phase beside the plan's; may be empty.
     """
     run, ranks, useful = read_run(folder), read_rank_history(folder), goodput(folder)
     causes = limits(run, ranks)
@@ -58,6 +64,7 @@ def explain(folder: Path, profiled: Sequence[Limit] | None = None, ended: str = 
         (1, _speed(run, ranks)),
         (1, _peak(run)),
         (1, _split(ranks.split())),
+        (1, [planned(ranks.split())]),
         (0, [cause.sentences for cause in causes[:1]]),
         (3, [cause.sentences for cause in causes[1:]]),
         (2, _memory(run, ranks)),
