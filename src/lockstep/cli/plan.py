@@ -19,7 +19,7 @@ from lockstep.plan.gpus import parse_clusters
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
     from lockstep.plan.gpus import GPUCluster, Price
-    from lockstep.simulation.estimate import StrategyMemory
+    from lockstep.simulation.estimate import Estimator, StrategyMemory
     from lockstep.simulation.planning import ClusterRow
 
 
@@ -127,28 +127,27 @@ def _with_ranks(loaded: LoadedConfig, cluster: GPUCluster) -> LoadedConfig:
     return replace(loaded, config=loaded.config.with_values(launch={"ranks": cluster.ranks}))
 
 
-def _on_each(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
-    """Print a row for each cluster: the config's own strategy there, or with `--search` the best that fits."""
+def _estimator_on(cluster: GPUCluster, args: argparse.Namespace, loaded: LoadedConfig) -> Estimator:
     from lockstep.assembly.user_objects import refuse_given
-    from lockstep.simulation.planning import (
-        ClusterRow,
-        best_of,
-        describe_clusters,
-        estimator_for,
-        row_on,
-        searched_on,
-    )
-    from lockstep.simulation.search import as_yaml
+    from lockstep.simulation.planning import estimator_for
 
     refuse_given(loaded)
+    run, trust = _with_ranks(loaded, cluster), args.trust_remote_code
+    return estimator_for(run, args.memory, cluster, trust_remote_code=trust)
+
+
+def _on_each(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
+    """Print a row for each cluster: the config's own strategy there, or with `--search` the best that fits."""
+    from lockstep.simulation.planning import ClusterRow, best_of, describe_clusters, row_on, searched_on
+    from lockstep.simulation.search import as_yaml
+
     refusals: list[ConfigError] = []
     rows, of = [], partial(searched_on, goal=args.goal) if args.search else row_on
     for number, (cluster, price) in enumerate(args.clusters, 1):
-        run, trust = _with_ranks(loaded, cluster), args.trust_remote_code
         echo(f"{number} of {len(args.clusters)}: {cluster}:", end=" ", file=sys.stderr, flush=True)
         try:
             with muted_stderr():  # of torch's remarks on a device that it doesn't know
-                rows.append(of(estimator_for(run, args.memory, cluster, trust_remote_code=trust), price))
+                rows.append(of(_estimator_on(cluster, args, loaded), price))
         except ConfigError as refusal:
             refusals.append(refusal)
             rows.append(ClusterRow(cluster, price, why=str(refusal).splitlines()[0]))
@@ -196,15 +195,12 @@ def _write_page(
 
 
 def _search(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
-    from lockstep.assembly.user_objects import refuse_given
-    from lockstep.simulation.planning import NO_LENGTH, estimator_for, run_of
+    from lockstep.simulation.planning import NO_LENGTH, run_of
     from lockstep.simulation.search import describe, search
 
-    refuse_given(loaded)
     [(cluster, price)] = args.clusters
-    run, trust = _with_ranks(loaded, cluster), args.trust_remote_code
     with muted_stderr():  # of torch's remarks on a device that it doesn't know
-        result = search(estimator_for(run, args.memory, cluster, trust_remote_code=trust), args.goal)
+        result = search(_estimator_on(cluster, args, loaded), args.goal)
     estimate = run_of(result, cluster, price)
     costs: Mapping[str, float] = {} if estimate is None else estimate.costs
     if not args.json:
@@ -221,17 +217,12 @@ def _search(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
 
 
 def _compare(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
-    from lockstep.assembly.user_objects import refuse_given
-    from lockstep.simulation.planning import describe_compared, estimated, estimator_for
+    from lockstep.simulation.planning import describe_compared, estimated
 
     [(cluster, price)] = args.clusters
     other, other_name = approved_config(args.compare, args.overrides, trusted=args.trust_run)
-    columns = {}
-    for label, run in ((name, loaded), (other_name if other_name != name else "other", other)):
-        refuse_given(run)
-        run = _with_ranks(run, cluster)
-        estimator = estimator_for(run, args.memory, cluster, trust_remote_code=args.trust_remote_code)
-        columns[label] = estimated(estimator, price)
+    runs = {name: loaded, other_name if other_name != name else "other": other}
+    columns = {label: estimated(_estimator_on(cluster, args, run), price) for label, run in runs.items()}
     if not args.json:
         echo(describe_compared(columns))
     emit({"compared": [{"config": label, **each.as_json()} for label, each in columns.items()]})

@@ -20,11 +20,10 @@ _RANKS = "ranks"
 _SHOWN = 5  # similar names
 _OTHER_FORMS = {"PCIE", "NVL", "MIG", "LAPTOP", "D"}  # with other speeds
 _SIGNS = {"$": "USD", "€": "EUR", "£": "GBP"}
-_CURRENCIES = (
+_CURRENCIES = (  # of ISO 4217, those in which clouds are paid
     "USD", "EUR", "GBP", "JPY", "CNY", "INR", "AED", "AUD", "BRL", "CAD", "CHF", "CZK", "DKK", "HKD", "IDR", "ILS",
     "KRW", "MXN", "MYR", "NOK", "NZD", "PLN", "SAR", "SEK", "SGD", "THB", "TRY", "TWD", "ZAR",
 )  # fmt: skip
-"""Those that clouds are paid in, by ISO 4217."""
 
 
 @dataclass(frozen=True, slots=True)
