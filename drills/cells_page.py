@@ -27,7 +27,6 @@ ASKED_BY = {
     "activation checkpointing": "memory.activation_checkpointing.mode: full",
     "selective checkpointing": "memory.activation_checkpointing.mode: selective",
     "activation offload": "memory.activation_offload: cpu",
-    "optimizer in backward": "optim.in_backward: true",
     "chunked loss": "memory.loss_chunk: 17",
     "frozen parameters": "model.freeze: ['embedding.*', '*.query.*']",
     "loss parallel": "parallel.tensor_parallel.loss_parallel: true",

@@ -1,4 +1,4 @@
-"""Runs `lockstep chaos` under several layouts: `python drills/chaos_drill.py --rounds 30` (two hosts need root).
+"""Runs `lockstep chaos` under several layouts: `python drills/chaos_drill.py --rounds 30`.
 
 Each round trains a small model with a fault at random. It must recover by itself, and end bitwise as the undisturbed
 run. The rows of a layout are written when all its rounds are done; `--only` runs some layouts, and leaves the others.
@@ -36,9 +36,6 @@ LAYOUTS: Mapping[str, Sequence[str]] = {
     "zero2, 2 ranks": ("--ranks=2", "--parallel.strategy=deepspeed", "--parallel.deepspeed.zero_stage=2"),
     "zero3, 2 ranks": ("--ranks=2", "--parallel.strategy=deepspeed", "--parallel.deepspeed.zero_stage=3"),
     "pipeline x fsdp, 4 ranks": ("--ranks=4", "--parallel.strategy=fsdp", "--parallel.pipeline=2"),
-    "ddp, 2 hosts": ("--nodes=2", "--ranks=1", "--parallel.strategy=ddp"),
-    "fsdp, 2 hosts": ("--nodes=2", "--ranks=1", "--parallel.strategy=fsdp"),
-    "ddp, 1:2 hosts": ("--nodes=1:2", "--ranks=1", "--parallel.strategy=ddp"),
 }
 
 

@@ -83,9 +83,8 @@ MESSAGES: dict[str, tuple[str, str]] = {
         "--checkpoint.best: checkpoint.best held-ot.loss is not in data.evaluation, which has: held-out",
     ),
     "a flag against the recipe": (
-        "config check stdlib-lm --optim.in_backward true",
-        "--optim.in_backward: optim: in_backward applies gradients before the norm of all is known, and clip_norm 1 "
-        "needs it; write clip_norm: null, or in_backward: false",
+        "config check stdlib-lm --optim.nesterov true",
+        "--optim.nesterov: optim: nesterov is an option of sgd; adamw would ignore it",
     ),
     "a flag against the recipe, in another section": (
         "config check stdlib-lm --memory.activation_checkpointing.mode budget",

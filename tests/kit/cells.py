@@ -2,7 +2,7 @@
 
     layout    feature             precision    outcome
     fsdp      chunked loss        bf16         runs
-    fsdp      in backward         bf16         refused: gradients are reduced, sharded or gathered before ...
+    zero1     muon                bf16         refused: it updates whole matrices, and a rank holds a shard ...
     tensor    experts             bf16         runs
 
 A cell is at fault where a rank fails, waits for the accelerator at a point that host_syncs.toml doesn't list, is not

@@ -1,4 +1,4 @@
-"""Hosts for tests: the network namespaces of `lockstep.chaos.namespaces`, and commands that are started on them."""
+"""Hosts for tests: the network namespaces of `kit.namespaces`, and commands that are started on them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from unittest.mock import patch
 
 import pytest
 
+from kit import namespaces
 from kit.commands import Running, _environment, _lead
 from kit.worlds import served
-from lockstep.chaos import namespaces
 
 __all__ = ["Network", "folder_of", "needs_hosts", "network"]
 

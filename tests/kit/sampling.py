@@ -17,7 +17,6 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "a_round_that_fails_does_not_stop_the_rest": 0,
         "a_run_that_ends_otherwise_is_found": 0,
         "a_signal_ends_the_rounds_and_prints_them": 0,
-        "faults_of_hosts": 0,
         "faults_of_the_disk_and_of_the_data": 0,
         "memory_that_runs_out": 0,
     },

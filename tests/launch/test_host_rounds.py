@@ -94,6 +94,13 @@ def planted(kind: str, folder: Path, rank: int, step: int) -> str:
     return f"launch.environment.LOCKSTEP_FAULTS={folder / 'plan.json'}"
 
 
+def kill_host(launcher: Running, folder: Path) -> None:
+    """Kill a launcher once its rank hangs, as planted."""
+    launcher.wait_for(lambda: any(event["event"] == "fired" for event in events_of(folder / "plan.json")))
+    launcher.send(signal.SIGKILL)
+    assert launcher.end() == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_starts_again_on_all_hosts(tmp_path: Path, undisturbed: Path, rank: int) -> None:
     cluster = Cluster(tmp_path, 2, planted("kill", tmp_path, rank, 21))
@@ -108,9 +115,9 @@ def test_a_rank_that_is_killed_starts_again_on_all_hosts(tmp_path: Path, undistu
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_host_that_is_lost_is_waited_for(tmp_path: Path, undisturbed: Path, lost: int) -> None:
     """Its launcher is killed, and started again as a scheduler does."""
-    cluster = Cluster(tmp_path, 2, planted("host", tmp_path, lost, 21))
+    cluster = Cluster(tmp_path, 2, planted("hang", tmp_path, lost, 21))
     launched = [cluster.start(node) for node in (0, 1)]
-    assert launched[lost].end() == -signal.SIGKILL
+    kill_host(launched[lost], tmp_path)
     other = launched[1 - lost]
     waits = "this host waits up to 120 s (recovery.host_wait)" if lost == 0 else "from the newest state"
     other.wait_for(lambda: waits in other.output)
@@ -128,9 +135,9 @@ def test_a_run_continues_with_fewer_hosts_and_takes_in_one_that_returns(tmp_path
         "batch.micro_size=16",
     )
     alone = start_lockstep(*RUN, *slow, f"run.folder={tmp_path / 'alone'}", cwd=tmp_path)
-    cluster = Cluster(tmp_path, "1:2", *slow, planted("host", tmp_path, 1, 10))
+    cluster = Cluster(tmp_path, "1:2", *slow, planted("hang", tmp_path, 1, 10))
     launched = [cluster.start(node) for node in (0, 1)]
-    assert launched[1].end() == -signal.SIGKILL
+    kill_host(launched[1], tmp_path)
     launched[0].wait_for(lambda: "round 2 trains on 1 host" in launched[0].output)
     launched[0].wait_for(lambda: cluster.has_trained(14))
     again = cluster.start(1)

@@ -96,9 +96,6 @@ def test_an_average_that_stays_near_its_start_is_warned_about(ema, values):
 def test_strategies_that_the_run_refuses_are_not_counted():
     planned = plan(2, precision={"parameters": "bf16"})
     assert {row.strategy for row in planned.placements} == {"single", "ddp", "fsdp", "fsdp-grad-op", "fsdp-no-shard"}
-    in_backward = config(optim={"in_backward": True, "clip_norm": None})
-    [warning] = make_plan(in_backward, 1, FACTS, PARAMETERS, Machine(memory=100)).warnings
-    assert gives(warning, "648 B", "100 B")
 
 
 def test_auto_leaves_out_what_refuses_the_optimizer():

@@ -72,7 +72,7 @@ def make_updates(axis: Any, updates: int = 2) -> dict[str, Any]:
     most, share = -(-TERMS // axis.size), share_of(TERMS, axis.rank, axis.size)
     losses = []
     for _ in range(updates):
-        step.begin_update(TERMS, lambda: 0.1)
+        step.begin_update(TERMS)
         for index in range(most):
             term = min(share.first + index, TERMS - 1)
             with step.sync_context(index == most - 1):
@@ -131,7 +131,7 @@ def test_the_memory_of_terms_is_used_again_in_the_next_update(ranks: int) -> Non
 def test_gradients_have_the_strides_of_their_parameters() -> None:
     model = Model()
     step = step_of(model, Recorded(model), LocalGroup())
-    step.begin_update(1, lambda: 0.1)
+    step.begin_update(1)
     with step.sync_context(True):
         step.backward(model(0), ONE)
     assert model.turned.grad is not None
@@ -143,7 +143,7 @@ def test_a_forward_that_changes_a_buffer_is_refused(change: str) -> None:
     model = Model()
     model.mean = nn.Buffer(torch.zeros(2))
     step = step_of(model, Recorded(model), LocalGroup())
-    step.begin_update(1, lambda: 0.1)
+    step.begin_update(1)
     changes = {"in place": lambda: model.mean.add_(1), "replaced": lambda: setattr(model, "mean", torch.zeros(2))}
     refused = fails(ConfigError, "changes mean")
     with refused, step.sync_context(True):

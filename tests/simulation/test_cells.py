@@ -50,7 +50,7 @@ def test_a_fault_in_a_cell_is_found() -> None:
     assert "no checkpoint" in str(fault(row, 0, Simulated(syncs=[wait])))
     assert "item in" in str(fault(row, 0, Simulated(syncs=[wait, "item in model.py:forward"], files=saved)))
     assert "WrongDevice" in str(fault(row, 0, Simulated(failure="WrongDevice: ...")))
-    assert "not refused" in str(fault(("fsdp", "optimizer in backward", "bf16"), 0, Simulated(files=saved)))
+    assert "not refused" in str(fault(("zero1", "muon", "bf16"), 0, Simulated(files=saved)))
 
 
 def test_every_feature_is_asked_for() -> None:

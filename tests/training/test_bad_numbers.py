@@ -185,9 +185,3 @@ def test_numbers_that_hardly_vary_have_no_spikes_of_a_few_permille() -> None:
     assert limits == pytest.approx((2.4, 1.2))
     assert limits.reason(2.3, 1.1) == ""
     assert limits.reason(1.0, math.inf).startswith("gradient norm inf")
-
-
-def test_updates_in_the_backward_can_not_be_discarded() -> None:
-    asked = _config({"spike": "skip"})
-    asked["optim"] |= {"in_backward": True, "clip_norm": None}
-    assert "recovery.bad_numbers.spike: skip discards" in small.refusal(asked)

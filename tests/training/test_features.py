@@ -36,7 +36,6 @@ ASKS: dict[str, dict[str, Any]] = {
     "activation checkpointing": {"memory": {"activation_checkpointing": {"mode": "full"}}},
     "selective checkpointing": {"memory": {"activation_checkpointing": {"mode": "selective"}}},
     "activation offload": {"memory": {"activation_offload": "cpu"}},
-    "optimizer in backward": {"optim": {"name": "sgd", "lr": 0.1, "clip_norm": None, "in_backward": True}},
     "chunked loss": {"memory": {"loss_chunk": 17}},
     "frozen parameters": {"model": {**config(12)["model"], "freeze": ["embedding.*", "*.query.*"]}},
     "averaged weights": {"optim": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "ema": {"decay": 0.5}}},
@@ -70,7 +69,7 @@ TOLERANCE = {
     "adamw-8bit": 1e-3,
 }  # of the loss, where products round
 # they don't go with accumulation or a chunked loss, or make another model of it
-ALONE = {*TOLERANCE, "optimizer in backward", "companion", "nf4 base"}
+ALONE = {*TOLERANCE, "companion", "nf4 base"}
 OPTIMIZERS = 1e-5  # of the loss: most divide a gradient by its size, noise too
 
 
@@ -137,7 +136,7 @@ def variants(standing: str) -> list[tuple[str, list[str]]]:
 def test_the_single_process_is_the_oracle_of_all_that_it_does() -> None:
     """So a run of it beside itself would show nothing."""
     seen = {name for variant, features in BESIDE_IT for name in features}
-    assert set(dict(variants("cpu"))["single"]) - {"optimizer in backward"} <= seen
+    assert set(dict(variants("cpu"))["single"]) <= seen
 
 
 def test_strategies_with_one_optimizer_go_with_the_same_rules() -> None:

@@ -209,13 +209,6 @@ def test_auto_is_the_size_that_fits(tmp_path: Path) -> None:
     assert losses(tmp_path / "auto") == losses(tmp_path / "given")
 
 
-def test_a_run_that_needs_whole_updates_is_not_changed(tmp_path: Path) -> None:
-    optim = {"name": "adamw", "in_backward": True, "clip_norm": None}
-    rounds = SmallerBatches(Job(config_of(16, optim=optim), "small"), tmp_path, ranks=1)
-    assert rounds.after(ran_out(batch=16)) == ""
-    assert rounds.job.config.batch.micro_size == 16
-
-
 def test_an_evaluation_has_a_size_of_its_own(tmp_path: Path) -> None:
     rounds = sizes(tmp_path, config_of())
     assert gives(rounds.after(ran_out(evaluation=8)) or "", "evaluation.micro_size", 4, 8)

@@ -148,7 +148,7 @@ def placed(whole: WholeModel | None, config: Config, plan: Plan, world: World) -
     fsdp = config.parallel.fsdp.model_copy(update={"wrap": "blocks"})  # it may be of other classes
     alone = config.with_values(
         model={"compile": False},
-        optim={"in_backward": False, "ema": None},
+        optim={"ema": None},
         memory={"activation_checkpointing": ActivationCheckpointing(), "activation_offload": "none"},
         parallel={"strategy": name, "fsdp": fsdp},
         run={"determinism": "default"},

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.resilience.disk_faults import DISK_KINDS, FLIP, SAMPLE
-from lockstep.resilience.faults import NETWORK_KINDS, OOM, PHASES, SHRINK, Fault
+from lockstep.resilience.faults import OOM, PHASES, Fault
 from lockstep.resilience.number_faults import DIVERGE, NAN
 
 _SAVES = 4  # checkpoints of a run
@@ -33,17 +33,14 @@ def balanced(draws: random.Random, kinds: Sequence[str]) -> Iterator[str]:
         yield from draws.sample(kinds, len(kinds))
 
 
-def draw_fault(draws: random.Random, kind: str, ranks: int, per_host: int, steps: int, plan: Path) -> Fault:
-    """Return the fault of a round, for the file `plan` beside the run's folder; each host has `per_host` ranks."""
+def draw_fault(draws: random.Random, kind: str, ranks: int, steps: int, plan: Path) -> Fault:
+    """Return the fault of a round, for the file `plan` beside the run's folder."""
     phases = PHASES if ranks > 1 else [phase for phase in PHASES if phase != "communication"]
-    first = per_host if kind == SHRINK else 0  # node 0 stays
-    fault = Fault(kind, draws.randrange(first, ranks), draws.randint(2, steps), draws.choice(phases))
+    fault = Fault(kind, draws.randrange(ranks), draws.randint(2, steps), draws.choice(phases))
     if kind in _PHASES_OF_KIND:
         return replace(fault, phase=_PHASES_OF_KIND[kind])
     if kind in DISK_KINDS:
         return replace(fault, step=min(fault.step, max(2, steps - updates_between_saves(steps))))
-    if kind in NETWORK_KINDS:
-        return replace(fault, folder=str(plan.with_suffix(".planted")))
     if kind == OOM:
         return replace(fault, phase=draws.choice(_PHASES_OF_MEMORY))
     if kind == FLIP:

@@ -1,9 +1,8 @@
-"""Selects the kinds of faults that apply to a recipe on its ranks and hosts, and the settings that they need."""
+"""Selects the kinds of faults that apply to a recipe on its ranks, and the settings that they need."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.chaos.drawing import first_flip
@@ -11,7 +10,7 @@ from lockstep.core.errors import ConfigError
 from lockstep.plan.choosing import choose_strategy
 from lockstep.plan.mesh import mesh_of
 from lockstep.resilience.disk_faults import FLIP
-from lockstep.resilience.faults import KINDS, KINDS_OF_HOSTS, OOM, SHRINK
+from lockstep.resilience.faults import KINDS, OOM
 from lockstep.resilience.number_faults import DIVERGE, NAN
 
 if TYPE_CHECKING:
@@ -19,33 +18,19 @@ if TYPE_CHECKING:
 
 ONE_SAMPLE = "halves micro-batches, and this run's have one sample; leave it out, or set a larger batch.micro_size"
 _ROLLBACK_STEPS = 2
-_TIMEOUT_S = 30.0
 _STATE_BYTES = 4  # of an element: the state is fp32
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """Numbers: hosts at the start, hosts that the run continues with, ranks per host."""
-
-    hosts: int
-    least: int
-    ranks: int
-
-    @property
-    def size(self) -> int:
-        return self.hosts * self.ranks
-
-
-def applicable(config: Config, chosen: Collection[str], world: Cluster, steps: int) -> tuple[str, ...]:
+def applicable(config: Config, chosen: Collection[str], ranks: int, steps: int) -> tuple[str, ...]:
     """Return the chosen kinds; if none are chosen, all that apply. Raises ConfigError if a chosen one doesn't."""
-    reasons = dict(_reasons(config, world, steps))
+    reasons = dict(_reasons(config, ranks, steps))
     for kind in chosen:
         if kind in reasons:
             raise ConfigError(f"--faults {kind} {reasons[kind]}")
     return tuple(chosen) or tuple(kind for kind in KINDS if kind not in reasons)
 
 
-def prepared(config: Config, kinds: Collection[str], hosts: int) -> Config:
+def prepared(config: Config, kinds: Collection[str]) -> Config:
     """Return the config with the keys that the kinds of faults need."""
     recovery = config.recovery
     if NAN in kinds and recovery.bad_numbers.nonfinite != "rollback":
@@ -53,17 +38,14 @@ def prepared(config: Config, kinds: Collection[str], hosts: int) -> Config:
         recovery = recovery.model_copy(update={"bad_numbers": recovery.bad_numbers.model_copy(update=numbers)})
     if DIVERGE in kinds:
         recovery = recovery.model_copy(update={"compare_every": 1})
-    launch = config.launch
-    if "collective" in kinds and hosts > 1:
-        launch = launch.model_copy(update={"timeout": min(launch.timeout, _TIMEOUT_S)})
-    return config.model_copy(update={"recovery": recovery, "launch": launch})
+    return config.model_copy(update={"recovery": recovery})
 
 
-def _reasons(config: Config, world: Cluster, steps: int) -> Iterator[tuple[str, str]]:
+def _reasons(config: Config, ranks: int, steps: int) -> Iterator[tuple[str, str]]:
     """Yield the kinds that don't apply, each with what follows its name in a message."""
-    if world.size == 1:
+    if ranks == 1:
         yield "collective", "is a collective that other ranks don't call; start 2 ranks at least"
-    if not _has_copies(config, world.size):
+    if not _has_copies(config, ranks):
         yield DIVERGE, "changes one of several copies of a parameter, as ddp has on 2 ranks"
     if config.model.compile:
         for kind in (OOM, NAN):
@@ -72,18 +54,8 @@ def _reasons(config: Config, world: Cluster, steps: int) -> Iterator[tuple[str, 
         yield OOM, ONE_SAMPLE
     if config.precision.compute == "fp16":
         yield NAN, "is an overflow under precision.compute: fp16, which is skipped; leave it out"
-    elif config.optim.in_backward:
-        yield NAN, "needs updates that can be discarded; leave it out, or set optim.in_backward: false"
     if first_flip(steps) > steps:
         yield FLIP, f"changes the newer of two checkpoints; give --steps {first_flip(steps)} at least"
-    elastic = world.least < world.hosts
-    for kind in KINDS_OF_HOSTS:
-        if world.hosts == 1:
-            yield kind, "happens to one of several hosts; give --nodes 2"
-        elif elastic:
-            yield kind, "lets a host come back; give --nodes a number, not MIN:MAX"
-    if not elastic:
-        yield SHRINK, "takes a host away for good; give --nodes MIN:MAX, such as 1:2"
 
 
 def _has_copies(config: Config, ranks: int) -> bool:

@@ -1,4 +1,4 @@
-"""Launchers of runs: processes forked from this one, which has imported torch. Their output goes to files."""
+"""The launcher of a run: a process forked from this one, which has imported torch. Its output goes to a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
@@ -35,48 +34,30 @@ class StopRequest:
             raise Stopped(f"stopped by {signal.Signals(self._number).name}")
 
 
-class Launchers:
-    """Processes that each run a launcher, for `seconds` from now on; those left when the block ends are ended."""
+def run_launcher(
+    launch: Callable[[], int], output: Path, environment: Mapping[str, str], stop: StopRequest, seconds: float
+) -> int:
+    """Call a function in a new process, with its output appended to a file; return the exit code.
 
-    def __init__(self, stop: StopRequest, seconds: float) -> None:
-        self._stop = stop
-        self._seconds = seconds
-        self._until = time.monotonic() + seconds
-        self._running: dict[int, BaseProcess] = {}
-
-    def start(self, launch: Callable[[], int], output: Path, environment: Mapping[str, str]) -> int:
-        """Call a function in a new process, with its output appended to a file; return the process."""
-        process = multiprocessing.get_context("fork").Process(target=_launch, args=(launch, output, environment))
-        process.start()
-        assert process.pid is not None
-        self._running[process.pid] = process
-        return process.pid
-
-    def ended(self) -> dict[int, int]:
-        """Return the processes that have ended since the last call, with their exit codes."""
-        codes = {pid: code for pid, process in self._running.items() if (code := process.exitcode) is not None}
-        for pid in codes:
-            del self._running[pid]
-        return codes
-
-    def pause(self) -> None:
-        """Let some time pass. Raises Stopped after a signal, and RunFailed when the time is over."""
-        self._stop.check()
-        if time.monotonic() > self._until:
-            raise RunFailed(f"the run didn't end within {self._seconds:.0f} s")
-        time.sleep(_PAUSE_S)
-
-    def __enter__(self) -> Launchers:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        until = time.monotonic() + _END_WITHIN_S
-        for process in self._running.values():
-            process.terminate()
-        for process in self._running.values():
-            process.join(max(0.0, until - time.monotonic()))
-            process.kill()  # ranks end with their launcher
-            process.join()
+    Raises:
+        RunFailed: It didn't end within `seconds`.
+        Stopped: A signal has come.
+    """
+    process = multiprocessing.get_context("fork").Process(target=_launch, args=(launch, output, environment))
+    process.start()
+    until = time.monotonic() + seconds
+    try:
+        while (code := process.exitcode) is None:
+            stop.check()
+            if time.monotonic() > until:
+                raise RunFailed(f"the run didn't end within {seconds:.0f} s")
+            process.join(_PAUSE_S)
+        return code
+    finally:
+        process.terminate()
+        process.join(_END_WITHIN_S)
+        process.kill()  # ranks end with their launcher
+        process.join()
 
 
 def _launch(launch: Callable[[], int], output: Path, environment: Mapping[str, str]) -> None:

@@ -19,9 +19,8 @@ import torch
 
 from lockstep.chaos import references
 from lockstep.chaos.drawing import balanced, draw_fault, updates_between_saves
-from lockstep.chaos.hosts import output_of, train_on_several
-from lockstep.chaos.kinds import ONE_SAMPLE, Cluster, applicable, prepared
-from lockstep.chaos.launchers import Launchers, StopRequest
+from lockstep.chaos.kinds import ONE_SAMPLE, applicable, prepared
+from lockstep.chaos.launchers import StopRequest, run_launcher
 from lockstep.checkpoint.comparison import OpenCheckpoint, compare
 from lockstep.checkpoint.reading import read_manifest
 from lockstep.config.every import Every
@@ -34,7 +33,7 @@ from lockstep.monitor.events import EVENTS
 from lockstep.monitor.folder import METRICS
 from lockstep.plan.schedule import LENGTHS
 from lockstep.resilience.disk_faults import DISK_KINDS, FLIP, SAMPLE
-from lockstep.resilience.faults import FAULTS, NETWORK_KINDS, OOM, STOP, Fault, events_of, write_plan
+from lockstep.resilience.faults import FAULTS, OOM, STOP, Fault, events_of, write_plan
 from lockstep.resilience.number_faults import NAN
 from lockstep.resuming.locations import choose, find
 from lockstep.training.ahead import imports_ahead
@@ -51,7 +50,7 @@ _OTHER_S, _COMPILING_S = 15.0, 60.0  # nor one in a save; a compilation takes lo
 _LEAST_LIMIT_S, _SLOWER = 600.0, 20  # a round that takes longer than this, and than 20 undisturbed runs, hangs
 _MAY_DIFFER = (
     "data.leave_out",
-    *("recovery.snapshot_every", "recovery.compare_every", "launch.timeout"),
+    *("recovery.snapshot_every", "recovery.compare_every"),
     *(f"recovery.bad_numbers.{key}" for key in ("nonfinite", "rollback_steps")),
 )
 """Keys that may differ between the configs of a round and its reference."""
@@ -67,7 +66,7 @@ class Settings:
     rounds: int
     steps: int
     seed: int
-    world: Cluster
+    ranks: int
     folder: Path
     keep: bool = False
 
@@ -78,7 +77,7 @@ class ChaosRow:
 
     Attributes:
         fired: Whether the fault has had its effect.
-        recovery_seconds: From the fault to the end of the first update after it, or after it was mended.
+        recovery_seconds: From the fault to the end of the first update after it.
         steps_redone: Updates that had been made before the fault, and were made again.
         equal: Whether the last checkpoint, losses and evaluations equal the undisturbed run's, or the reference's.
         distance: Largest relative difference of a loss from the undisturbed run's.
@@ -111,10 +110,10 @@ class ChaosRow:
 
 def run_rounds(job: Job, settings: Settings, stop: StopRequest) -> Iterator[ChaosRow]:
     """Run all rounds; yield a row for each. Raises RunFailed if the undisturbed run fails, Stopped after a signal."""
-    kinds = applicable(job.config, settings.kinds, settings.world, settings.steps)
+    kinds = applicable(job.config, settings.kinds, settings.ranks, settings.steps)
     rounds = _Rounds(job, settings, stop)
     import_ahead(imports_ahead(job.config))
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(settings.world.size)))  # on however many hosts
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(settings.ranks)))
     torch.set_num_threads(1)  # this process will be forked
     rounds.train_undisturbed()
     rounds.prepare(kinds)
@@ -148,13 +147,13 @@ class _Rounds:
 
     def prepare(self, kinds: Collection[str]) -> None:
         """Let rounds have the settings that these kinds of faults need, which leave an undisturbed run as it is."""
-        self._job = replace(self._job, config=prepared(self._job.config, kinds, self._settings.world.hosts))
+        self._job = replace(self._job, config=prepared(self._job.config, kinds))
 
     def train_undisturbed(self) -> None:
         """Train the run without faults. Raises RunFailed if it fails."""
         began = time.monotonic()
         self.undisturbed.parent.mkdir()
-        code = self._train(self._job_in(self.undisturbed), self._settings.world.size)
+        code = self._train(self._job_in(self.undisturbed))
         if code:
             text = output_of(self.undisturbed.parent).read_text(encoding="utf-8", errors="replace")
             last = "\n".join(text.strip().splitlines()[-_LAST_LINES:])
@@ -165,8 +164,8 @@ class _Rounds:
         """Run a round, and delete its folder if it has passed."""
         folder = self._settings.folder / f"round-{number}"
         folder.mkdir()
-        plan, world = folder / "faults.json", self._settings.world
-        fault = draw_fault(draws, kind, world.size, world.ranks, self._settings.steps, plan)
+        plan = folder / "faults.json"
+        fault = draw_fault(draws, kind, self._settings.ranks, self._settings.steps, plan)
         try:
             if kind == OOM:
                 fault = replace(fault, above=references.half_of(self.undisturbed))
@@ -185,27 +184,21 @@ class _Rounds:
         return row
 
     def _disturbed(self, fault: Fault, plan: Path) -> ChaosRow:
-        folder, world = plan.parent, self._settings.world
+        folder = plan.parent
         write_plan(plan, [fault])
         job = self._job_in(folder / "run", snapshots=fault.kind != FLIP)
-        if world.hosts == 1:
-            code = self._train(job, world.size, plan)
-        else:
-            code = train_on_several(job, world, fault, plan, Launchers(self._stop, self._limit_s))
+        code = self._train(job, plan)
         expected = self.undisturbed
         if not code and references.needs_one(fault.kind, folder / "run", self.undisturbed):
             of_reference = self._job_in(folder / "reference" / "run")
-            expected = references.reference(fault.kind, of_reference, folder / "run", world.size, self._train)
+            expected = references.reference(fault.kind, of_reference, folder / "run", self._train)
         return _row(fault, plan, code, self.undisturbed, expected)
 
-    def _train(self, job: Job, ranks: int, plan: Path | None = None) -> int:
+    def _train(self, job: Job, plan: Path | None = None) -> int:
         output = output_of(Path(job.config.run.folder or "").parent)
         environment = {FAULTS: str(plan)} if plan is not None else {}
-        with Launchers(self._stop, self._limit_s) as launchers:
-            process = launchers.start(lambda: launch_job(job, ranks)[1].show(), output, environment)
-            while not (codes := launchers.ended()):
-                launchers.pause()
-            return codes[process]
+        launch = lambda: launch_job(job, self._settings.ranks)[1].show()  # noqa: E731
+        return run_launcher(launch, output, environment, self._stop, self._limit_s)
 
     def _job_in(self, run: Path, *, snapshots: bool = True) -> Job:
         """Return the job of a run; without snapshots in memory, it resumes from a checkpoint."""
@@ -213,6 +206,11 @@ class _Rounds:
         if not snapshots:
             config = config.with_values(recovery={"snapshot_every": None})
         return replace(self._job, config=config)
+
+
+def output_of(folder: Path) -> Path:
+    """Return the file with what the run of a round has printed."""
+    return folder / "output.txt"
 
 
 def config_of_round(config: Config, run: Path, steps: int) -> Config:
@@ -238,11 +236,10 @@ def _row(fault: Fault, plan: Path, code: int, undisturbed: Path, reference: Path
     """Return the row of a round that is compared with the undisturbed run, or from where it resumed with another."""
     run, events = plan.with_name("run"), events_of(plan)
     fired = next((event for event in events if event["event"] == "fired"), None)
-    mended = next((event for event in events if event["event"] == "mended"), fired)
     updated = [event for event in events if event["event"] == "updated"]
     if fault.kind == SAMPLE:  # may be read many updates ahead
         updated = [event for event in updated if event["step"] >= fault.step]
-    again = next((event for event in updated if mended is not None and event["time"] > mended["time"]), None)
+    again = next((event for event in updated if fired is not None and event["time"] > fired["time"]), None)
     has_fired = equal = ledger_complete = False
     losses: dict[int, Any] = {}
     expected = usual = _losses(undisturbed)
@@ -301,7 +298,7 @@ def _is_complete(run: Path) -> bool:
 
 def has_effect(kind: str, run: Path) -> bool:
     """Return whether the run in a folder shows the effect of a fault that has fired. Raises OSError, ValueError."""
-    if kind in (STOP, SAMPLE, *DISK_KINDS, *NETWORK_KINDS):
+    if kind in (STOP, SAMPLE, *DISK_KINDS):
         return True
     if kind == NAN:
         lines = (run / EVENTS).read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""The verb `chaos`: lockstep chaos RECIPE [--faults kill,raise] [--rounds N] [--nodes N] [overrides]."""
+"""The verb `chaos`: lockstep chaos RECIPE [--faults kill,raise] [--rounds N] [overrides]."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_run, approved_config, nodes, path, whole
+from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_run, approved_config, path, whole
 from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, Stopped, VerificationError
 from lockstep.core.json_output import emit
-from lockstep.core.nodes import node_range
 from lockstep.core.stopping import handled_signals, no_effect
 from lockstep.core.terminal import echo
-from lockstep.resilience.faults import KINDS, OOM, SHRINK
+from lockstep.resilience.faults import KINDS, OOM
 from lockstep.resilience.number_faults import NAN
 
 if TYPE_CHECKING:
@@ -31,11 +30,9 @@ Trains a short run of the recipe, then the same run once a round with a fault at
   sample, flip              a sample can't be read; a byte of a checkpoint is flipped
   full, readonly, gone, slow      the disk in a save
   oom, nan, diverge         memory runs out; a NaN in an update; a bit of a parameter on one rank
-  host, partition, one-way, slow-link, shrink      with --nodes: a host's launcher is killed and started again; its link
-                            is cut for 8 s, loses what it sends, or is slow; a host is lost for good (MIN:MAX)
-Each run must recover by itself, and end bitwise equal to the undisturbed run on one host; after oom
-and shrink, to a run resumed there with smaller micro-batches or fewer ranks; after nan, to a run that leaves out the
-same samples. Hosts are network namespaces of this machine, which need root. Exit code 3: a round failed."""
+Each run must recover by itself, and end bitwise equal to the undisturbed run; after oom, to a run
+resumed there with smaller micro-batches; after nan, to a run that leaves out the same samples.
+Exit code 3: a round failed."""
 _COLUMNS = "{:>5}  {:<10} {:>4} {:>5}  {:<13} {:>9} {:>6}  {}"
 
 
@@ -48,13 +45,12 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     """Read and check the arguments."""
     summary = "Proves that a run recovers from faults, and ends like an undisturbed run."
     parser = Parser("chaos", summary, _EPILOG, "[RECIPE ...] [options] [overrides]")
-    add_run(parser, "train on N ranks of this machine, or of each host", "list, an object for each round,")
-    kinds = "kinds of faults; by default all that apply to the recipe, its ranks and hosts"
+    add_run(parser, "train on N ranks of this machine", "list, an object for each round,")
+    kinds = "kinds of faults; by default all that apply to the recipe and its ranks"
     parser.add_argument("--faults", type=_faults, default=(), metavar="A,B", help=kinds)
     parser.add_argument("--rounds", type=whole, default=10, metavar="N", help="runs with a fault; default %(default)s")
     parser.add_argument("--steps", type=_steps, default=12, metavar="N", help="updates of a run; default %(default)s")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the faults; default %(default)s")
-    parser.add_argument("--nodes", type=nodes, default=1, metavar="N", help="hosts, or MIN:MAX, on this machine")
     parser.add_argument("--folder", type=path, metavar="PATH", help="default: runs/chaos-RECIPE-DATE-TIME")
     parser.add_argument("--keep", action="store_true", help="keep the runs of rounds that passed, too")
     args, overrides = parser.parse(arguments)
@@ -74,9 +70,8 @@ def _notes(loaded: LoadedConfig, of_round: Config) -> Iterator[str]:
 
 def _disturb(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     from lockstep.assembly.user_objects import UserObjects, refuse_given
-    from lockstep.chaos.kinds import Cluster, applicable
+    from lockstep.chaos.kinds import applicable
     from lockstep.chaos.launchers import StopRequest
-    from lockstep.chaos.namespaces import refuse_without_namespaces
     from lockstep.chaos.rounds import Settings, config_of_round, free_folder, run_rounds
     from lockstep.launch.devices import choose_ranks
     from lockstep.training.job import Job
@@ -84,15 +79,12 @@ def _disturb(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     refuse_given(loaded)
     launch = loaded.config.launch
     if launch.nodes != 1:
-        raise ConfigError("chaos makes hosts on this machine; leave out launch.nodes, and give --nodes instead")
-    least, most = node_range(args.nodes)
-    world = Cluster(most, least, choose_ranks(launch) if launch.ranks == "auto" else launch.ranks)
-    applicable(loaded.config, args.faults, world, args.steps)
-    if most > 1:
-        refuse_without_namespaces()
+        raise ConfigError("chaos trains on this machine; leave out launch.nodes")
+    ranks = choose_ranks(launch) if launch.ranks == "auto" else launch.ranks
+    applicable(loaded.config, args.faults, ranks, args.steps)
     folder = free_folder(args.folder, name)
     job = Job(loaded.config, name, given=UserObjects(trust_remote_code=args.trust_remote_code))
-    settings = Settings(args.faults, args.rounds, args.steps, args.seed, world, folder, args.keep)
+    settings = Settings(args.faults, args.rounds, args.steps, args.seed, ranks, folder, args.keep)
     for note in _notes(loaded, config_of_round(loaded.config, folder, args.steps)):
         echo(note, file=sys.stderr)
     echo(f"{name}: {args.rounds} runs of {args.steps} updates with a fault each, in {folder}\n", flush=True)
@@ -113,7 +105,7 @@ def _disturb(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
         raise Stopped(f"{stopped} in round {len(rows) + 1} of {args.rounds}; {text}")
     if failed:
         raise VerificationError(text)
-    but = ", or as its reference" if {row.fault for row in rows} & {OOM, SHRINK, NAN} else ""
+    but = ", or as its reference" if {row.fault for row in rows} & {OOM, NAN} else ""
     echo(f"\nall {len(rows)} runs recovered by themselves, bitwise equal to the undisturbed run{but}")
     return 0
 

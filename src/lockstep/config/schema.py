@@ -572,8 +572,6 @@ class Config(Section):
         return self.model_copy(update=changed)
 
     def _contradictions(self) -> Iterator[str]:
-        if (why := refusal_in_backward(self)) is not None:
-            yield why
         if self.optim.name == "schedule-free":  # its average replaces the decay
             if "kind" not in self.schedule.model_fields_set:  # the config is frozen, and not yet anyone's
                 object.__setattr__(self, "schedule", self.schedule.model_copy(update={"kind": "constant"}))
@@ -583,9 +581,8 @@ class Config(Section):
             is_narrow = self.precision.parameters == "bf16"
             why = "precision.parameters bf16 would round its moves away" if is_narrow else "schedule-free has its own"
             yield f"optim.ema averages the parameters, and {why}; leave one of them out"
-        if self.precision.parameters == "bf16" and (self.optim.name not in ("adamw", "adam") or self.optim.in_backward):
-            name = "in_backward" if self.optim.in_backward else f"name {self.optim.name}"
-            yield f"precision.parameters bf16 is for optim.name adamw or adam, not for optim.{name}; write fp32"
+        if self.precision.parameters == "bf16" and self.optim.name not in ("adamw", "adam"):
+            yield f"precision.parameters bf16 is for optim.name adamw or adam, not {self.optim.name}; write fp32"
         if self.memory.activation_checkpointing.mode == "budget" and not self.model.compile:
             yield "memory.activation_checkpointing.mode budget needs model.compile: true"
         if self.memory.loss_chunk is not None and self.model.compile:
@@ -638,22 +635,3 @@ def _unpaired(name: str, source: DataSource, kind: str) -> Iterator[str]:
         yield f"data {name}: rejected is for pairs, and objective.kind is {kind}; set one of {', '.join(PAIRS)}"
     if kind in PAIRS and rejected is None and source.kind not in ("custom", "given"):
         yield f"data {name}: objective.kind {kind} needs pairs; name the column with the other answer as rejected"
-
-
-def refusal_in_backward(config: Config) -> str | None:
-    """Return why the config can't update in the backward, if it can't."""
-    if not config.optim.in_backward:
-        return None
-    numbers = config.recovery.bad_numbers
-    if config.precision.compute == "fp16":
-        why = "precision.compute: fp16 discards steps that overflow"
-    elif config.run.determinism == "invariant":
-        why = "run.determinism: invariant adds gradients over ranks in a fixed order"
-    elif numbers.nonfinite == "rollback":
-        why = "recovery.bad_numbers.nonfinite: rollback discards steps"
-    elif numbers.spike not in ("ignore", "warn"):
-        why = f"recovery.bad_numbers.spike: {numbers.spike} discards steps"
-    else:
-        return None
-    lead = "optim.in_backward applies gradients before it is known whether they are finite"
-    return f"{lead}, and {why}; leave one of them out"

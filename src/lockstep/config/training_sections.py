@@ -201,23 +201,12 @@ class Optim(Section):
     """Clip the gradient to this global norm; null: never."""
     rules: tuple[ParameterRule, ...] = ()
     """Other settings for some parameters; the first match wins."""
-    in_backward: bool = False
-    """Apply each gradient in the backward, and free it. For `single`, without clipping, fp16 and accumulation; a
-    gradient that isn't finite ends the run."""
-
     ema: WeightAverage | None = None
     """Average the weights; null: no average."""
 
     def _contradictions(self) -> Iterator[str]:
-        if self.in_backward and self.ema is not None:
-            yield "in_backward updates one parameter at a time, and ema averages all of them; leave one of them out"
         yield from _settle_target(self, "name")
         yield from _unused(self, "name", _OPTIONS, "pass it to your optimizer")
-        if self.in_backward and self.clip_norm is not None:
-            yield (
-                f"in_backward applies gradients before the norm of all is known, and clip_norm {self.clip_norm:g} "
-                "needs it; write clip_norm: null, or in_backward: false"
-            )
         if self.nesterov and self.name == "sgd" and self.momentum == 0:
             yield "nesterov needs a momentum above 0; the usual one is 0.9"
         if self.nesterov and self.name != "sgd":

@@ -146,12 +146,8 @@ class GradientStep(Protocol):
 
     module: nn.Module
 
-    def begin_update(self, samples: int, rate: Callable[[], float]) -> None:
-        """Prepare for an update of `samples` samples; called before its first forward. Does nothing by default.
-
-        Args:
-            rate: Returns the learning rate of the update.
-        """
+    def begin_update(self, samples: int) -> None:
+        """Prepare for an update of `samples` samples; called before its first forward. Does nothing by default."""
         return
 
     def sync_context(self, last: bool) -> AbstractContextManager[object]:

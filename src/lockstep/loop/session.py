@@ -180,32 +180,24 @@ class Session:
     def accumulate(self, batch: GlobalBatch) -> None:
         """Run forward and backward of this rank's micro-batches; the vote is opened in between."""
         components, running.progress = self._components, self.progress
-        try:
-            if self.failure_state.updating:
-                self.failure_state.refuse_half_update(self.saves)
-            if self.failure_state.accumulating:
-                self.failure_state.discard_attempt(components.sharding, self._rate)  # interrupted, and is repeated
-            self.failure_state.begin_forward()
-            if components.sharding.updates_in_backward:
-                DEFERRAL.begin()  # until commit ends
-                self.failure_state.updating = True
-                finish_copies(self)
-            components.sharding.step.begin_update(batch.samples, self._rate)
-            count = self._count  # with class weights it may be below 1; 0: no valid target, and the sum is 0
-            self._divisor = (count or 1.0) if isinstance(count, float) else count.masked_fill(count == 0, 1.0)
-            seed_scale = components.update.scaler.scale / self._divisor
-            if batch.step & (batch.step - 1):  # not one of those that are watched
-                components.engine.accumulate(batch, seed_scale, self._open_vote)
-            else:
-                self._parameters.accumulate(partial(components.engine.accumulate, batch, seed_scale, self._open_vote))
-            if list(map(REQUIRES_GRAD, self._parameters.held)) != self._parameters.trained:
-                raise self._parameters.thawed()
-            if batch.step == 0:
-                refuse_unused(components)
-                note_changed_buffers(self.failure_state.buffers, len(batch.micro_batches))
-        except BaseException:
-            DEFERRAL.end()
-            raise
+        if self.failure_state.updating:
+            self.failure_state.refuse_half_update(self.saves)
+        if self.failure_state.accumulating:
+            self.failure_state.discard_attempt(components.sharding, self._rate)  # interrupted, and is repeated
+        self.failure_state.begin_forward()
+        components.sharding.step.begin_update(batch.samples)
+        count = self._count  # with class weights it may be below 1; 0: no valid target, and the sum is 0
+        self._divisor = (count or 1.0) if isinstance(count, float) else count.masked_fill(count == 0, 1.0)
+        seed_scale = components.update.scaler.scale / self._divisor
+        if batch.step & (batch.step - 1):  # not one of those that are watched
+            components.engine.accumulate(batch, seed_scale, self._open_vote)
+        else:
+            self._parameters.accumulate(partial(components.engine.accumulate, batch, seed_scale, self._open_vote))
+        if list(map(REQUIRES_GRAD, self._parameters.held)) != self._parameters.trained:
+            raise self._parameters.thawed()
+        if batch.step == 0:
+            refuse_unused(components)
+            note_changed_buffers(self.failure_state.buffers, len(batch.micro_batches))
 
     def request(self, requests: Iterable[Request]) -> None:
         """Make requests, which all ranks receive with the next vote that is opened."""

@@ -45,8 +45,7 @@ class ParameterWatch:
         gathers = find_strategy(components.plan.strategy).variant(config.parallel).state.parameters
         self._model = sharding.state.model
         self._ranks = components.world.axis
-        self._in_backward = sharding.updates_in_backward
-        self._looks_inside = (gathers or self._in_backward) and not config.model.compile  # hooks would be compiled
+        self._looks_inside = gathers and not config.model.compile  # hooks would be compiled
         self._names = [name for name, _ in self._model.named_parameters()]
         self.held: list[Tensor] = list(self._model.parameters())
         self.trained = list(map(REQUIRES_GRAD, self.held))
@@ -67,8 +66,7 @@ class ParameterWatch:
         with _around_forwards(self._model, self._at_rest, written, whole) if self._looks_inside else nullcontext():
             accumulate()
         self._hold(whole)
-        if not self._in_backward:
-            written |= _changed(before, _marks(self._model))
+        written |= _changed(before, _marks(self._model))
         self.refuse(written)
 
     def updated(self) -> None:

@@ -74,9 +74,6 @@ def _quantization(kind: str) -> Feature:
 
 
 _WHOLE_MATRICES = refused("it updates whole matrices, and a rank holds a shard; take adamw, or parallel.strategy: fsdp")
-_REDUCED_FIRST = refused(
-    "gradients are reduced, sharded or gathered before they are applied; take single, or write false"
-)
 _OFFLOADS_FROM_GPUS = Cell(
     "untested",
     "activations are offloaded only from a GPU, where its numbers weren't compared",
@@ -103,7 +100,6 @@ FEATURES: tuple[Feature, ...] = (
         lambda run: run.config.memory.activation_offload != "none",
         _OFFLOADS_FROM_GPUS,
     ),
-    Feature("optimizer in backward", "optim.in_backward", lambda run: run.config.optim.in_backward, _REDUCED_FIRST),
     Feature("chunked loss", "memory.loss_chunk", lambda run: run.config.memory.loss_chunk is not None),
     Feature("frozen parameters", "model.freeze", lambda run: run.frozen > 0),
     Feature("averaged weights", "optim.ema", lambda run: run.config.optim.ema is not None),
@@ -161,14 +157,7 @@ def check_features(run: FeatureRequest, device: str | None = None) -> None:
 
 
 def _problems(run: FeatureRequest, *, on_cpu: bool) -> Iterator[Problem]:
-    batch, layout = run.batch, run.layout.name
-    if run.config.optim.in_backward and batch.accumulation > 1:
-        yield Problem(
-            "",
-            "optim.in_backward",
-            f"applies the gradient of one micro-batch, but an update has {batch.accumulation} micro-batches; write "
-            f"batch.micro_size: {batch.global_size}, or in_backward: false",
-        )
+    layout = run.layout.name
     for feature in (feature for feature in FEATURES if feature.requested(run)):
         state = cell(run.layout, feature.name)
         if on_cpu and state.on_cpu is not None:

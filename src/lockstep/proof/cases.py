@@ -203,9 +203,6 @@ def _comparable(config: Config, precision: Precise) -> tuple[Config, list[str]]:
         "checkpoint": type(config.checkpoint)(),
         "run": config.run.model_copy(update={"end_with": "last"}),
     }
-    if config.optim.in_backward:
-        changed["optim"] = config.optim.model_copy(update={"in_backward": False})
-        notes.append("optim.in_backward is set to false, because it frees the gradients that verify compares")
     if config.precision.compute not in ("auto", precision):
         notes.append(f"precision.compute is set to {precision} instead of {config.precision.compute}")
     rounds = any(strategy.exactness.rounds_to_fp16(strategy.options_of(config.parallel)) for strategy in registered())

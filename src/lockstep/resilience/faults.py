@@ -4,8 +4,7 @@
     plan.jsonl                  what happened: each fault as it has its effect, the first update of each round, and the
                                 update with a fault
 
-A fault fires once, in whichever round its rank enters the phase of that update first. `chaos.hosts` disturbs the
-network, and the rank waits for it.
+A fault fires once, in whichever round its rank enters the phase of that update first.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ if TYPE_CHECKING:
 FAULTS = "LOCKSTEP_FAULTS"
 PHASES = ("data", "forward", "backward", "communication", "optimizer", "host")
 """Phases of an update that every rank enters, under strategies with several ranks."""
-STOP, OOM, HOST, SHRINK = "stop", "oom", "host", "shrink"
-NETWORK_KINDS = ("partition", "one-way", "slow-link")
-"""Kinds of faults of the network, which begin while a rank is in its phase."""
+STOP, OOM = "stop", "oom"
 _EXIT_CODE = 9
 _PATIENCE_S = 60.0
 _SLICE_S = 0.01
@@ -59,7 +56,7 @@ class Fault:
         kind: One of `KINDS`.
         step: The update, from 1; for `flip` the first from then on after two checkpoints.
         above: For `oom`: the largest micro-batch that fits.
-        folder: For `flip`: the checkpoints' folder. For `NETWORK_KINDS`: a file that exists once the network fails.
+        folder: For `flip`: the checkpoints' folder.
     """
 
     kind: str
@@ -74,7 +71,7 @@ class PlantedFault(Exception):
     """The exception of a fault of kind `raise`."""
 
 
-def note(plan: Path, event: str, **values: Any) -> None:
+def _note(plan: Path, event: str, **values: Any) -> None:
     """Append an event of a run with a plan, with its time."""
     append_line(plan.with_suffix(".jsonl"), json.dumps({"event": event, **values, "time": time.time()}))
 
@@ -85,7 +82,7 @@ def write_plan(plan: Path, faults: Sequence[Fault]) -> None:
 
 
 def events_of(plan: Path) -> list[dict[str, Any]]:
-    """Return what has happened: {"event": "fired", "updated" or "waits", "rank", "step", "time" of the epoch}."""
+    """Return what has happened: {"event": "fired" or "updated", "rank", "step", "time" of the epoch}."""
     try:
         return [json.loads(line) for line in plan.with_suffix(".jsonl").read_text(encoding="utf-8").split("\n") if line]
     except FileNotFoundError:
@@ -163,10 +160,6 @@ class _Trap:
             plant_in_disk(fault.kind, partial(self._note, "fired", step))
         elif fault.kind == FLIP:
             _flip(fault, self._plan, partial(self._note, "fired", step))
-        elif fault.kind in NETWORK_KINDS:
-            self._note("waits", step)
-            _wait_for_network(fault)
-            self._note("fired", step)
         elif fault.kind not in NUMBER_FAULTS:
             self._note("fired", step)
             _act(fault, self._world)
@@ -189,14 +182,14 @@ class _Trap:
     def _note(self, event: str, step: int) -> None:
         if event == "fired":
             self._fired_in = step
-        note(self._plan, event, rank=self._world.rank, step=step)
+        _note(self._plan, event, rank=self._world.rank, step=step)
 
 
 def _fires_once(plan: Path, rank: int, number: int, step: int) -> bool:
     """Note the first time that a fault of a rank fires, in whichever process; return whether this is it."""
     is_first = _is_first(plan, rank, number)
     if is_first:
-        note(plan, "fired", rank=rank, step=step)
+        _note(plan, "fired", rank=rank, step=step)
     return is_first
 
 
@@ -226,15 +219,6 @@ def _flip(fault: Fault, plan: Path, fired: Callable[[], None]) -> None:
         os.kill(process, signal.SIGKILL)
 
 
-def _wait_for_network(fault: Fault) -> None:
-    """Wait until the network fails. Raises PlantedFault if it doesn't."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while not Path(fault.folder).exists():
-        if time.monotonic() > deadline:
-            raise PlantedFault(f"the network doesn't fail in {fault.phase} of update {fault.step}")
-        time.sleep(_SLICE_S)
-
-
 def _act(fault: Fault, world: World) -> None:
     match fault.kind:
         case "kill":
@@ -254,13 +238,8 @@ def _act(fault: Fault, world: World) -> None:
                 library.sleep(int(_PATIENCE_S))
         case "collective":
             world.axis.gather(None)
-        case "host" | "shrink":
-            os.kill(os.getppid(), signal.SIGKILL)  # the launcher; its ranks end with it
-            time.sleep(_PATIENCE_S)
 
 
 _PLANTED_AHEAD = (OOM, SAMPLE)
-KINDS_OF_HOSTS = (HOST, *NETWORK_KINDS)
-"""Kinds of faults that happen to one of several hosts, which is there again afterwards."""
 _OF_RANK = ("kill", "exit", "raise", STOP, "hang", "gil", "collective")
-KINDS = (*_OF_RANK, SAMPLE, FLIP, *DISK_KINDS, OOM, *NUMBER_FAULTS, *KINDS_OF_HOSTS, SHRINK)
+KINDS = (*_OF_RANK, SAMPLE, FLIP, *DISK_KINDS, OOM, *NUMBER_FAULTS)

@@ -79,14 +79,12 @@ class Sharding(NamedTuple):
     Attributes:
         loss_sum: Returns the update's sum of losses over all ranks, 0-dim, once the gradient is reduced, if the
             strategy adds it in an order of its own; None: the vote adds it.
-        updates_in_backward: Whether parameters change while the backward runs.
         rounds_to_fp16: Whether gradients pass through fp16 outside of autocast, so that they need a loss scale.
     """
 
     step: GradientStep
     state: ModelState
     loss_sum: Callable[[], Tensor] | None = None
-    updates_in_backward: bool = False
     rounds_to_fp16: bool = False
 
     def gradients(self, *, wanted: bool = True) -> Iterator[tuple[str, Tensor]]:

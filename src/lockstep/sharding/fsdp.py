@@ -140,7 +140,7 @@ class FSDPStep(GradientStep):
         model.register_forward_pre_hook(eager(self._begin_forward), prepend=True)  # before the gather
         model.register_forward_hook(eager(self._end_forward))
 
-    def begin_update(self, samples: int, rate: Callable[[], float]) -> None:
+    def begin_update(self, samples: int) -> None:
         if self._gather is not None:  # forwards before an update, such as checks', await no backward
             self._gather.end_backward()
 

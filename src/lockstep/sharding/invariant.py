@@ -12,7 +12,7 @@ sum to all. The sum of the losses is reduced the same way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import iadd
@@ -74,7 +74,7 @@ class InvariantStep(GradientStep):
 
     # --- an update ------------------------------------------------------------------------------------------------
 
-    def begin_update(self, samples: int, rate: Callable[[], float]) -> None:
+    def begin_update(self, samples: int) -> None:
         self._release()
         for parameter in self._parameters:
             parameter.grad = None

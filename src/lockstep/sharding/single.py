@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.core.errors import ConfigError, Problem, RunFailed
+from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.protocols import GradientStep
 from lockstep.distributed.shard_boxes import dtype_name
 from lockstep.sharding.context import Builder, Sharding, ShardingContext, SquaredNorm
@@ -65,8 +65,6 @@ def build(context: ShardingContext) -> Sharding:
     model = context.model
     optimizer = context.optimizer(model.named_parameters())
     state = ModelState(model, optimizer)
-    if context.config.optim.in_backward:
-        return Sharding(StepInBackward(model, optimizer, context.squared_norm), state, updates_in_backward=True)
     return Sharding(LocalStep(model, optimizer, context.squared_norm), state)
 
 
@@ -122,52 +120,3 @@ def unused_parameters(names: Sequence[str], *, where: str = "", remedy: str = ""
         f"{remedy}set parallel.ddp.find_unused_parameters: true"
     )
     return ConfigError(Problem("", "model", message))
-
-
-class StepInBackward(GradientStep):
-    """Updates each parameter as soon as its gradient exists: no two gradients exist at once.
-
-    So there is no clipping by the global norm, accumulation, reduction over ranks, or discarding. A gradient that isn't
-    finite is applied before it is seen, and ends the run.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, squared_norm: SquaredNorm) -> None:
-        self.module = model
-        self._optimizer = optimizer  # of all parameters, called while one of them has a gradient
-        self._squared_norm = squared_norm
-        self._rate = 0.0
-        self._squares: dict[nn.Parameter, Tensor] = {}
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
-
-    def begin_update(self, samples: int, rate: Callable[[], float]) -> None:
-        self._rate = rate()
-        self._squares = {}
-
-    def _update(self, parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None, "the hook comes after the gradient"
-        self._squares[parameter] = self._squared_norm([parameter.grad])
-        self._optimizer.update(self._rate, 1.0, True)
-
-    def backward(self, loss: Tensor, seed: Tensor) -> None:
-        run_backward(loss, seed)
-
-    def parameters_without_gradient(self) -> list[str]:
-        trained = ((name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad)
-        return [name for name, parameter in trained if parameter not in self._squares]
-
-    def squared_norm(self) -> Tensor:
-        squares = list(self._squares.values())
-        return torch.stack(squares).sum() if squares else self._squared_norm([])
-
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(())  # they are freed
-
-    def update(self, rate: float, divisor: float | Tensor, keep: bool | Tensor) -> None:
-        """Do nothing, since the backward has updated; raise RunFailed if the update should have been discarded."""
-        if not bool(keep):  # on a GPU the host waits to learn it
-            raise RunFailed(
-                "a gradient is not finite, and under optim.in_backward it has been applied: the parameters are "
-                "corrupt. Resume from the last checkpoint with optim.in_backward: false, which discards such updates"
-            )

@@ -69,7 +69,7 @@ def _evaluation_config(config: Config) -> Config:
     name = config.parallel.strategy
     strategy = AUTO if name != AUTO and find_strategy(name).needs_optimizer else name
     degrees = {"data": "auto", "shard": "auto", "pipeline": 1, "context": 1, "tensor": 1}
-    none = {"name": "sgd", "momentum": 0.0, "target": None, "in_backward": False}  # what needs no memory in the plan
+    none = {"name": "sgd", "momentum": 0.0, "target": None}  # what needs no memory in the plan
     changes: dict[str, dict[str, Any]] = {"parallel": {"strategy": strategy, **degrees}, "optim": none}
     if config.schedule.kind == "given":
         changes["schedule"] = {"kind": "constant"}
