@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 83_547
-MOST_FILES = 490
-MOST_CODE = 50_875
+MOST_LINES = 83_076
+MOST_FILES = 488
+MOST_CODE = 50_561
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
 LARGER_PACKAGES: dict[str, int] = {}
