@@ -136,5 +136,5 @@ def test_a_gpu_that_is_named_is_judged_by_what_is_reserved() -> None:
 
 def test_a_replay_without_limit_is_what_a_full_gpu_would_have_needed() -> None:
     trace = StepTrace(allocations=changes_that_fragment())
-    full, empty = (reserved_of(trace, cluster(), memory, expandable=False) for memory in (580 * MIB, None))
+    full, empty = (reserved_of(trace, cluster(), memory) for memory in (580 * MIB, None))
     assert (full.fits, empty.fits, full.allocator) == (False, None, empty.allocator)

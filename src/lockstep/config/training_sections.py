@@ -389,13 +389,7 @@ class ProfileConfig(Section):
     ranks: Literal["all"] | tuple[Annotated[int, Field(ge=0)], ...] = (0,)
     """Ranks that record."""
     warmup: Annotated[int, Field(ge=0)] = 1
-    """Profiler warmup steps before each trace."""
-    active: Positive | None = None
-    """Steps in a trace; null: all of `steps`."""
-    wait: Annotated[int, Field(ge=0)] = 0
-    """Steps between a trace and the next warmup, if `active` makes several traces."""
-    repeat: Positive | None = None
-    """Traces at most; null: as many as fit in `steps`."""
+    """Profiler warmup steps before the trace."""
     shapes: bool = True
     """Record the shapes of inputs."""
     memory: bool = True
@@ -407,9 +401,7 @@ class ProfileConfig(Section):
 
     def _contradictions(self) -> Iterator[str]:
         if self.steps is not None:
-            first, last = step_range(self.steps)
-            if self.active is not None and self.active > last - first + 1:
-                yield f"active {self.active} is more than the {last - first + 1} updates of steps {self.steps}"
+            step_range(self.steps)
         if self.ranks == ():
             yield "ranks is empty; name ranks such as [0], or all"
 

@@ -32,7 +32,7 @@ from lockstep.core.records import Request
 from lockstep.core.terminal import command_line
 from lockstep.distributed.memory import end_memory_history, record_memory_history
 from lockstep.monitor.folder import lock_holder
-from lockstep.monitor.trace_requests import PROFILE, TRACE_SUFFIX, RequestWatch, Span, includes, next_free, spans_of
+from lockstep.monitor.trace_requests import PROFILE, TRACE_SUFFIX, RequestWatch, Span, includes, next_free, span_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,7 +56,8 @@ class Profiler:
         self._folder = folder
         self._holder = lock_holder(folder)
         self._watch = RequestWatch(folder, self._announce, self._is_own) if world.rank == 0 else None
-        self._planned: list[tuple[Span, ProfileConfig]] = [(span, config) for span in spans_of(config)]
+        span = span_of(config)
+        self._planned: list[tuple[Span, ProfileConfig]] = [(span, config)] if span is not None else []
         self._requested = False  # by the watch, for the next vote
         self._recording: _Recording | None = None
         missing = [rank for rank in config.ranks if isinstance(rank, int) and rank >= world.size]

@@ -1,9 +1,9 @@
 """The updates that are traced, and how: from a config, or from a request while the run trains, a file in its folder.
 
-steps: 10..21, active: 3, wait: 2, warmup: 1
+steps: 10..12, warmup: 1
 
-update   9         10 11 12   13 14   15        16 17 18   19 20   21
-         warmup    trace      wait    warmup    trace      wait    (too few for a third)
+update   9         10 11 12
+         warmup    trace
 
 lockstep profile RUN --> profile/request.json --> rank 0's thread --> announced to all ranks --> Request.PROFILE
 """
@@ -60,14 +60,12 @@ def includes(options: ProfileConfig, rank: int) -> bool:
     return options.ranks == "all" or rank in options.ranks
 
 
-def spans_of(config: ProfileConfig) -> list[Span]:
-    """Return the traces that a config asks for."""
+def span_of(config: ProfileConfig) -> Span | None:
+    """Return the trace that a config asks for, if it asks for one."""
     if config.steps is None:
-        return []
+        return None
     first, last = step_range(config.steps)
-    active = config.active or last - first + 1
-    starts = list(range(first, last - active + 2, active + config.wait + config.warmup))[: config.repeat]
-    return [Span(start, start + active - 1, min(config.warmup, start - 1)) for start in starts]
+    return Span(first, last, min(config.warmup, first - 1))
 
 
 def next_free(step: int, request: ProfileConfig, planned: Sequence[Span]) -> Span:

@@ -1,4 +1,4 @@
-"""Weights & Biases.
+"""Weights & Biases, also the base of what has its interface.
 
 Without a network `mode: offline` writes files that `wandb sync RUN/trackers/wandb/offline-*` uploads; so does a run
 that W&B's server doesn't answer. W&B refuses steps that go back, as in a resumed run: so `step` is a metric of its own,
@@ -27,22 +27,24 @@ class WandbTracker(Tracker):
     """Records a run with Weights & Biases.
 
     Args:
-        mode: `online` or `offline`; None: by WANDB_MODE.
-        arguments: Further ones of `wandb.init`, such as `entity`, `group`, `tags`.
+        arguments: Further ones of the package's `init`, such as `mode`, `entity`, `group`, `tags`.
     """
 
-    def __init__(self, project: str = "lockstep", mode: str | None = None, **arguments: Any) -> None:
-        if find_spec("wandb") is None:
-            raise ConfigError(f"the tracker wandb needs a package that isn't installed: {pip_install('wandb')}")
-        self._wandb: Any = None
-        self._arguments: dict[str, Any] = {"project": project, "mode": mode, **arguments}
+    package = "wandb"
+
+    def __init__(self, project: str = "lockstep", **arguments: Any) -> None:
+        if find_spec(self.package) is None:
+            install = pip_install(self.package)
+            raise ConfigError(f"the tracker {self.package} needs a package that isn't installed: {install}")
+        self._module: Any = None
+        self._arguments: dict[str, Any] = {"project": project, **arguments}
         self._run: Any = None
         self._attempt = 1
         self._warned = False
 
     def start(self, run: TrackedRun) -> str:
-        self._wandb = import_beside("wandb")
-        refuse_unknown("wandb.init", self._arguments, self._wandb.init)
+        self._module = import_beside("wandb")
+        refuse_unknown("wandb.init", self._arguments, self._module.init)
         identifier = run.tracker_id or run.id[:32]
         options = {
             "id": identifier,
@@ -50,7 +52,7 @@ class WandbTracker(Tracker):
             "dir": run.folder,
             "config": {**run.config, "environment": dict(run.environment)},
             "resume": "allow",
-            "settings": _settings(self._wandb),
+            "settings": _settings(self._module),
         }
         self._run = self._init(options | self._arguments)
         _silence_own_log()
@@ -60,23 +62,23 @@ class WandbTracker(Tracker):
 
     def _init(self, options: dict[str, Any]) -> Any:
         try:
-            return self._wandb.init(**options)
-        except self._wandb.errors.CommError as error:
+            return self._module.init(**options)
+        except self._module.errors.CommError as error:
             reason = str(error).partition("\n")[0]
             _log.warning("Weights & Biases can't be reached (%s): this attempt is recorded as in mode offline", reason)
-            self._wandb.teardown()  # its process still has the run's identifier
-            return self._wandb.init(**options | {"mode": "offline"})
+            self._module.teardown()  # its process still has the run's identifier
+            return self._module.init(**options | {"mode": "offline"})
 
     def scalars(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log({"step": step, "run/attempt": self._attempt, **values})
 
     def histograms(self, step: int, histograms: Mapping[str, Bins]) -> None:
         pairs = {name: edges_and_counts(bins)[::-1] for name, bins in histograms.items() if bins}
-        self.scalars(step, {name: self._wandb.Histogram(np_histogram=pair) for name, pair in pairs.items()})
+        self.scalars(step, {name: self._module.Histogram(np_histogram=pair) for name, pair in pairs.items()})
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
         for name, text in texts.items():
-            self.scalars(step, {name: self._wandb.Table(columns=["step", "text"], data=[[step, text]])})
+            self.scalars(step, {name: self._module.Table(columns=["step", "text"], data=[[step, text]])})
 
     def images(self, step: int, images: Mapping[str, LoggedImage]) -> None:
         if find_spec("PIL") is None:
@@ -89,12 +91,12 @@ class WandbTracker(Tracker):
         modes = {1: "L", 3: "RGB", 4: "RGBA"}
         for name, image in images.items():
             pixels = frombytes(modes[image.channels], (image.width, image.height), image.pixels)
-            self.scalars(step, {name: self._wandb.Image(pixels)})
+            self.scalars(step, {name: self._module.Image(pixels)})
 
     def tables(self, step: int, tables: Mapping[str, LoggedTable]) -> None:
         for name, table in tables.items():
             rows = [list(cells) for cells in table.rows]
-            self.scalars(step, {name: self._wandb.Table(columns=list(table.columns), data=rows)})
+            self.scalars(step, {name: self._module.Table(columns=list(table.columns), data=rows)})
 
     def checkpoint(self, step: int, reference: str) -> None:
         self._run.summary["checkpoint"] = reference

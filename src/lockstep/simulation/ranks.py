@@ -33,9 +33,7 @@ class SimulatedRank:
 
 
 @contextmanager
-def simulated_rank(
-    rank: int, ranks: int, *, machine_ranks: int = _MACHINE_RANKS, device_type: str = device.NAME
-) -> Iterator[SimulatedRank]:
+def simulated_rank(rank: int, ranks: int, *, device_type: str = device.NAME) -> Iterator[SimulatedRank]:
     """Be one rank of many within the block; the others seem to have all that this one has.
 
     Args:
@@ -43,7 +41,7 @@ def simulated_rank(
     """
     device.register()
     place = torch.device("cpu") if device_type == "cpu" else torch.device(device.NAME, 0)
-    local_ranks = min(machine_ranks, ranks)
+    local_ranks = min(_MACHINE_RANKS, ranks)
     with groups.simulated_groups(rank, ranks, device_type) as collectives:
         axis: Axis = LocalGroup()
         if ranks > 1:

@@ -67,16 +67,13 @@ class Reserved:
         return {"reserved_bytes": self.total, **{f"{name}_bytes": size for name, size in lines.items()}}
 
 
-def reserved_of(
-    trace: StepTrace, cluster: GPUCluster, memory: int | None, *, expandable: bool | None = None
-) -> Reserved:
+def reserved_of(trace: StepTrace, cluster: GPUCluster, memory: int | None) -> Reserved:
     """Return what a rank with this work takes of a GPU.
 
     Args:
         memory: Bytes of the GPU; None: unknown, and without limit.
-        expandable: Whether segments grow; None: as PYTORCH_ALLOC_CONF says.
     """
-    grows = expandable_segments(os.environ) if expandable is None else expandable
+    grows = expandable_segments(os.environ)
     nccl = nccl_bytes(trace, cluster)
     limit = None if memory is None else memory - _CONTEXT - nccl
     allocator = CachingAllocator(limit, expandable=grows)
