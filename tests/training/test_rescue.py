@@ -25,7 +25,7 @@ from lockstep.core.phase_clock import Phase
 from lockstep.core.records import Batch
 from lockstep.loop.ledger import audit
 from lockstep.loop.session import components_of
-from lockstep.resuming.rescue import Rescue
+from lockstep.resuming.checkpoints import Rescue
 
 _FAULT = "FAULT"  # environment: which code fails, on which rank (-1: on all), from which of its calls on
 

@@ -34,7 +34,7 @@ from lockstep.launch.other_launchers import refuse_rank_count
 from lockstep.launch.outcome import print_on_stderr
 from lockstep.loop.session import Session
 from lockstep.monitor.metric_log import MetricLog, recording
-from lockstep.resuming.rescue import rescuing
+from lockstep.resuming.checkpoints import rescuing
 from lockstep.resuming.resuming import Resume
 from lockstep.training.job import Finished, Job, opened, run_job
 

@@ -26,8 +26,7 @@ from lockstep.loop.session import Session, components_of, updates_of
 from lockstep.resilience.notices import watched_notice
 from lockstep.resilience.signals import RunSignals, run_signals
 from lockstep.resilience.verdicts import NoTargets, NothingLearned
-from lockstep.resuming.checkpoints import Checkpoints
-from lockstep.resuming.rescue import rescuing
+from lockstep.resuming.checkpoints import Checkpoints, rescuing
 from lockstep.resuming.rollbacks import recorded
 
 if TYPE_CHECKING:
