@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 T = TypeVar("T")
 
@@ -84,6 +87,31 @@ def in_fork(function: Callable[[], T]) -> T:
 
     If it fails there, it runs here, so that its error is this process's.
     """
+    return next(in_forks([function]))
+
+
+def in_forks(functions: Iterable[Callable[[], T]], at_once: int = 1) -> Iterator[T]:
+    """Yield the results of functions in their order; so many run at once, each as by `in_fork`."""
+    left, begun = iter(functions), deque[tuple[Callable[[], T], int, BinaryIO]]()
+    try:
+        while True:
+            begun.extend(map(_forked, islice(left, at_once - len(begun))))
+            if not begun:
+                return
+            function, child, pipe = begun[0]
+            with pipe:
+                result = pipe.read()
+            begun.popleft()
+            os.waitpid(child, 0)
+            yield pickle.loads(result) if result else function()
+    finally:
+        for _, child, pipe in begun:
+            pipe.close()
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _forked(function: Callable[[], T]) -> tuple[Callable[[], T], int, BinaryIO]:
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
@@ -92,10 +120,7 @@ def in_fork(function: Callable[[], T]) -> T:
         finally:
             os._exit(0)
     os.close(sending)
-    with os.fdopen(receiving, "rb") as results:
-        result = results.read()
-    os.waitpid(child, 0)
-    return pickle.loads(result) if result else function()
+    return function, child, os.fdopen(receiving, "rb")
 
 
 def _uses_accelerator() -> bool:

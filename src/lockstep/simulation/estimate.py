@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import nn
 
@@ -18,6 +19,9 @@ from lockstep.assembly.companion import companion_facts
 from lockstep.assembly.planning import data_facts
 from lockstep.config.schema import Parallel
 from lockstep.core.errors import ConfigError
+from lockstep.core.formatting import size
+from lockstep.core.processes import in_forks, may_fork
+from lockstep.launch.devices import count_cores
 from lockstep.models.build import parameter_facts, sketch_model
 from lockstep.plan.choosing import USABLE, Decision
 from lockstep.plan.plan import Machine, make_plan
@@ -42,6 +46,9 @@ if TYPE_CHECKING:
     from lockstep.simulation.memory import Peak
     from lockstep.simulation.timing import StepTime
     from lockstep.strategies.record import Strategy, Variant
+
+Extent = Literal["all", "planned"]
+"""The strategies to simulate."""
 
 _MICRO_BATCHES = 2  # with more, an update takes longer and holds nothing more
 _STRATEGY = "parallel.strategy"
@@ -113,15 +120,18 @@ class Estimator:
     cluster: GPUCluster | None = None
     has_length: bool = True
 
-    def estimates(self) -> Iterator[StrategyMemory]:
+    def estimates(self, extent: Extent = "all") -> Iterator[StrategyMemory]:
         """Yield the memory under the config's own strategy, then under the others that its ranks can have."""
         planned = self.planned(self.config)
-        yield replace(self._estimate(planned.variant, self.config, planned=True), modules=planned.modules)
-        for strategy in strategies():
+        rows = [partial(self._estimate, planned.variant, self.config, planned=True)]
+        for strategy in strategies() if extent == "all" else ():
             for variant in strategy.variants if bool(strategy.combines.one_process) == (self.ranks == 1) else ():
                 if variant.name != planned.variant and variant.mesh != "hybrid":
-                    row = self._estimate(variant.name, under(self.config, strategy, variant), planned=False)
-                    yield replace(row, modules=planned.modules)
+                    config = under(self.config, strategy, variant)
+                    rows.append(partial(self._estimate, variant.name, config, planned=False))
+        in_copies = len(rows) > 1 and may_fork()
+        for row in in_forks(rows, count_cores()) if in_copies else (row() for row in rows):
+            yield replace(row, modules=planned.modules)
 
     def planned(self, config: Config) -> Plan:
         """Return the plan of a config on these ranks."""
@@ -129,10 +139,21 @@ class Estimator:
         plan = make_plan(config, self.ranks, self.facts, self.parameters, machine, self.companion)
         return plan if self.has_length else replace(plan, steps=None)
 
+    def too_large(self, config: Config) -> str:
+        """Return why a rank can't even hold the training state; empty: it may."""
+        plan = self.planned(config)
+        strategy, state = find_strategy(plan.strategy), plan.placement.total
+        options = strategy.options_of(config.parallel)
+        if self.memory is None or state <= self.memory or strategy.memory.offloads(options):
+            return ""
+        return f"its training state alone takes {size(state)}"
+
     def _estimate(self, name: str, config: Config, *, planned: bool) -> StrategyMemory:
         refusal, traces = "", list[StepTrace]()
         try:
             try:
+                if not planned and (why := self.too_large(config)):
+                    return StrategyMemory(name, planned, None, False, why)
                 peak = self.peak(config, traces)
             except ConfigError as error:  # a combination that was never tested has a peak, too
                 refusal = str(error).splitlines()[0]

@@ -55,8 +55,9 @@ _PACKAGE = str(Path(__file__).parents[1])
 _ABSENT = object()  # a slot without a value
 _FRAMES = 3  # of the product that a location names
 
-Watcher = Callable[[Any, tuple[Any, ...], dict[str, Any], Sequence[Tensor]], None]
-"""Called after an operation with tensors on the device: operation, arguments, named arguments, results."""
+Watcher = Callable[[Any, tuple[Any, ...], dict[str, Any], Sequence[Tensor], dict[str, Any]], None]
+"""Called after an operation with tensors on the device: operation, arguments, named arguments, results, and what
+watchers have found out about it; that is kept for the same operation with arguments of the same shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,8 @@ class Execution(TorchDispatchMode):
             return args[0].device
         if func.namespace in ("prim", "c10d"):  # collectives, which `SimulatedGroup` gets
             return func(*args, **(kwargs or {}))
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):  # a DTensor: it computes with those inside
+        has_wrapper, has_fake = _kinds(tuple(types))
+        if has_wrapper:  # a DTensor: it computes with those inside
             return NotImplemented
         kwargs = dict(kwargs or {})
         kwargs.pop("pin_memory", None)
@@ -137,11 +139,11 @@ class Execution(TorchDispatchMode):
             return args[0]
         if func is aten.is_pinned.default:
             return True
-        if not any(issubclass(kind, FakeTensor) for kind in types) and not self._makes_shape(func, args, kwargs):
+        if not has_fake and not self._makes_shape(func, args, kwargs):
             with _disable_current_modes():
                 result = func(*args, **kwargs)
             if self._place == "cpu":
-                self._show(func, args, kwargs, _tensors(result))
+                self._show(func, args, kwargs, _tensors(result), {})
             return result
         read = self._read(func, args, kwargs) if func in _READS else None
         if read is not None:
@@ -163,12 +165,19 @@ class Execution(TorchDispatchMode):
             self._compute(func, args, kwargs, [output for output in outputs if isinstance(output, FakeTensor)])
         else:
             self._forget_values(outputs)
-        self._show(func, args, kwargs, outputs)
+        self._show(func, args, kwargs, outputs, {} if repeat is None else repeat.facts)
         return result
 
-    def _show(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> None:
+    def _show(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: Sequence[Tensor],
+        facts: dict[str, Any],
+    ) -> None:
         for watcher in self.watchers:
-            watcher(func, args, kwargs, outputs)
+            watcher(func, args, kwargs, outputs, facts)
 
     def _makes_shape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         place = torch.device(kwargs.get("device") or "cpu").type
@@ -286,6 +295,13 @@ def simulated_execution(place: str = device.NAME) -> Iterator[Execution]:
         stack.callback(setattr, module, "active", False)
         stack.enter_context(execution.mode)
         yield stack.enter_context(execution)
+
+
+@cache
+def _kinds(types: tuple[type, ...]) -> tuple[bool, bool]:
+    """Return whether one of the types wraps tensors, and whether one has no data."""
+    wraps = any(is_traceable_wrapper_subclass_type(kind) for kind in types)
+    return wraps, any(issubclass(kind, FakeTensor) for kind in types)
 
 
 def _is_small(tensor: Tensor) -> bool:

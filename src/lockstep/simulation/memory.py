@@ -7,7 +7,6 @@ bytes are the tensors'. `lockstep.simulation.reserved` has those that an allocat
 from __future__ import annotations
 
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.distributed.shard_boxes import local_tensor
 from lockstep.simulation import device
@@ -74,6 +72,18 @@ class StorageRecord:
     module: str = ""
 
 
+class _Record:
+    """An attribute of a storage, which lasts as long as its memory: the block that a ledger has recorded."""
+
+    __slots__ = ("block", "ledger")
+
+    def __init__(self, ledger: MemoryLedger, block: StorageRecord) -> None:
+        self.ledger, self.block = ledger, block
+
+    def __del__(self) -> None:
+        self.ledger._set_bytes(self.block, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Peak:
     """The peak of the bytes that tensors hold on a device, and what held them then; of no module: an empty name.
@@ -95,7 +105,6 @@ class MemoryLedger:
         self.phase: Category = "other"
         self._device_type = device_type
         self.vocabulary = frozenset(vocabulary)
-        self._blocks: Any = WeakIdKeyDictionary()
         self._changes: list[tuple[StorageRecord, int, int]] = []  # block, bytes more, stream
         self._owned: dict[StorageRecord, Category] = {}
         self._forwards: list[str] = []  # modules that compute, the innermost last
@@ -103,24 +112,31 @@ class MemoryLedger:
         self._parameter_shapes: set[tuple[int, ...]] = set()
         self._gathered_sizes: set[int] = set()
 
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> None:
+    def see(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        outputs: Sequence[Tensor],
+        facts: object = None,
+    ) -> None:
         """Record the blocks that an operation has made."""
         sends = _sends(func)
         for tensor in outputs:
             if tensor.device.type != self._device_type:
                 continue
             storage = tensor.untyped_storage()
-            block = self._blocks.get(storage)
+            block = self._block_of(storage)
             if block is None:
                 block = self._made(storage, tensor)
                 block.module = self._module_of(block, args)
                 if func is aten._to_copy.default and isinstance(args[0], Tensor):
-                    block.cast_of = self._blocks.get(args[0].untyped_storage())
+                    block.cast_of = self._block_of(args[0].untyped_storage())
             if sends:
                 block.category = "communication"
         if sends:
             for tensor in _flat(kwargs.get("out")):
-                if (block := self._blocks.get(tensor.untyped_storage())) is not None:
+                if (block := self._block_of(tensor.untyped_storage())) is not None:
                     block.category = "communication"
 
     def own(self, category: Category, tensors: Iterable[Tensor], modules: Iterable[str] = repeat("")) -> None:
@@ -129,7 +145,7 @@ class MemoryLedger:
             local = local_tensor(tensor)
             if local.device.type == self._device_type:
                 storage = local.untyped_storage()
-                block = self._blocks.get(storage)
+                block = self._block_of(storage)
                 if block is None:
                     block = self._made(storage, local)
                 shares = self._owned.get(block) == category and block.module != module
@@ -217,7 +233,7 @@ class MemoryLedger:
             return self._forwards[-1]
         if not block.in_backward:
             return ""
-        inputs = [self._blocks.get(tensor.untyped_storage()) for tensor in _flat(args)]
+        inputs = [self._block_of(tensor.untyped_storage()) for tensor in _flat(args)]
         known = [each for each in inputs if each is not None and each.module]
         return min(known, key=lambda each: each.in_backward).module if known else ""
 
@@ -248,13 +264,16 @@ class MemoryLedger:
         in_backward = torch._C._current_graph_task_id() != -1
         flat = (storage.nbytes() // tensor.element_size(),)  # of a part of a bucket, the whole
         block = StorageRecord(self.phase, flat if tensor.dim() == 1 else tuple(tensor.shape), in_backward=in_backward)
-        self._blocks[storage] = block
         self._set_bytes(block, storage.nbytes())
-        weakref.finalize(storage, self._set_bytes, block, 0).atexit = False
+        storage.recorded = _Record(self, block)
         return block
 
+    def _block_of(self, storage: Any) -> StorageRecord | None:
+        record = storage.__dict__.get("recorded")
+        return record.block if record is not None and record.ledger is self else None
+
     def _resized(self, storage: Any) -> None:
-        if (block := self._blocks.get(storage)) is not None:
+        if (block := self._block_of(storage)) is not None:
             block.category = "communication"  # FSDP allocates and frees what it gathers so
             self._set_bytes(block, storage.nbytes())
 

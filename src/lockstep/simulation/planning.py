@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
@@ -35,7 +35,7 @@ from lockstep.launch.local import launch
 from lockstep.loop.session import components_of
 from lockstep.plan.gpus import parse_cluster, parse_price
 from lockstep.simulation import device
-from lockstep.simulation.estimate import Estimator, StrategyMemory, estimator_of, taken
+from lockstep.simulation.estimate import Estimator, Extent, StrategyMemory, estimator_of, taken
 from lockstep.simulation.failing import Unpredictable
 from lockstep.simulation.made_up import made_up_texts
 from lockstep.simulation.memory import CATEGORIES, HEADS, MemoryLedger, Peak, Watched, resizes_seen
@@ -55,9 +55,6 @@ if TYPE_CHECKING:
     from lockstep.plan.plan import Plan
     from lockstep.simulation.search import Found, Goal
     from lockstep.training.api import ConfigLike
-
-Extent = Literal["all", "planned"]
-"""The strategies to simulate."""
 
 _MEASURED_UPDATES = 3
 _TIMED_UPDATES = 5
@@ -311,15 +308,13 @@ def decision_of(estimator: Estimator) -> tuple[Decision | None, str]:
 
 def estimates_of(estimator: Estimator, decision: Decision | None, extent: Extent) -> Iterator[StrategyMemory]:
     """Yield the memory of a command's run under its own strategy, then under others."""
-    rows = replace(estimator, decision=decision).estimates()
+    rows = replace(estimator, decision=decision).estimates(extent)
     while True:
         with muted_stderr():  # of torch's remarks on a device that it doesn't know
             row = next(rows, None)
         if row is None:
             return
         yield row
-        if extent == "planned":
-            return
 
 
 # --- text ---------------------------------------------------------------------------------------------------------

@@ -40,11 +40,17 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """The outputs of an operation, to be made again; `is_small`: all inputs and outputs may have values."""
+    """The outputs of an operation, to be made again.
+
+    Attributes:
+        is_small: Whether all inputs and outputs may have values.
+        facts: What else follows from the operation and its arguments' shapes.
+    """
 
     outputs: tuple[_Output | None, ...]
     container: type | None
     is_small: bool
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def make(self, args: tuple[Any, ...], mode: FakeTensorMode) -> tuple[Any, list[Tensor]]:
         """Return the result for these arguments, and the tensors in it."""

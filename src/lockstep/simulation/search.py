@@ -179,9 +179,8 @@ class _Search:
         share = plan.batch.micro_size
         state = plan.placement.total
         strategy = find_strategy(plan.strategy)
-        offloads = strategy.memory.offloads(strategy.options_of(config.parallel))
-        if state > self.memory and not offloads:
-            self._note(name, config, share, None, state, f"its training state alone takes {size(state)}")
+        if why := replace(self.estimator, memory=self.memory).too_large(config):
+            self._note(name, config, share, None, state, why)
             return
         kind = "".join(letter for letter in name if not letter.isdigit())
         if self.goal != "memory" and (why := self._cannot_win(kind, plan)):

@@ -124,7 +124,14 @@ class StepTrace:
         self.entries.append(Order("join", self._stream()))
         self.in_optimizer = True
 
-    def see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> None:
+    def see(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        outputs: Sequence[Tensor],
+        facts: dict[str, Any],
+    ) -> None:
         """Record an operation: a watcher of `Execution`."""
         places = {tensor.device.type for tensor in outputs or _tensors(args)}
         if self._in_collective or self.device_type not in places:
@@ -136,7 +143,9 @@ class StepTrace:
         if func.is_view or packet in NO_KERNEL:
             self.entries.append(Order("issue", stream))
             return
-        operation, in_backward = operation_of(func, args, kwargs, outputs), torch._C._current_graph_task_id() != -1
+        operation, in_backward = facts.get("operation"), torch._C._current_graph_task_id() != -1
+        if operation is None:
+            operation = facts["operation"] = operation_of(func, args, kwargs, outputs)
         part = "optimizer" if self.in_optimizer and not operation.flops else operation.part
         counts = not self.in_optimizer and torch.is_grad_enabled() != in_backward  # on again: a forward again
         share = _AGAIN if operation.part == "attention" and in_backward else 1.0
