@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ from kit.failures import fails, gives
 from lockstep.config.loading import load
 from lockstep.config.schema import Launch
 from lockstep.core.errors import ConfigError
-from lockstep.core.processes import in_fork, may_fork
+from lockstep.core.processes import in_fork, in_forks, may_fork, state
 from lockstep.distributed import accelerators
 from lockstep.distributed.accelerators import choose_backend, choose_device, visible_devices
 from lockstep.distributed.process_group import joined
@@ -175,6 +177,35 @@ def test_a_device_that_a_plugin_registered_runs_under_its_own_backend() -> None:
         assert devices.count_accelerators(Launch()) == ("simulated", 1)
         assert not may_fork(), "the device is in use"
         assert torch.ones(2, device=world.device).sum().item() == 2
+
+
+def test_copies_of_the_process_return_results_in_order() -> None:
+    def slow(number: int) -> tuple[int, int]:
+        time.sleep(0.1 if number == 0 else 0)
+        return number, os.getpid()
+
+    results = list(in_forks((partial(slow, number) for number in range(5)), at_once=3))
+    assert [number for number, _ in results] == [0, 1, 2, 3, 4]
+    assert len({process for _, process in results} - {os.getpid()}) == 5
+
+
+def test_copies_whose_results_nobody_waits_for_are_ended(tmp_path: Path) -> None:
+    def endless() -> int:
+        (tmp_path / "process").write_text(str(os.getpid()))
+        time.sleep(600)
+        return 0
+
+    results = in_forks([partial(awaited, tmp_path / "process"), endless], at_once=2)
+    process = int(next(results))
+    assert state(process)
+    del results
+    assert not state(process)
+
+
+def awaited(file: Path) -> str:
+    while not file.exists() or not file.read_text():
+        time.sleep(0.01)
+    return file.read_text()
 
 
 def test_what_fails_in_a_copy_of_this_process_fails_here() -> None:

@@ -19,7 +19,7 @@ from simulation.test_peak_memory import NOTHING, decoder
 
 from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError
-from lockstep.plan.gpus import GPU, GPUCluster, parse_cluster, parse_price
+from lockstep.plan.gpus import GPU, GPUCluster, parse_cluster, parse_clusters, parse_price
 from lockstep.simulation.estimate import estimator_of
 from lockstep.simulation.timing import (
     SHARES,
@@ -236,6 +236,9 @@ def test_the_instance_types_of_clouds() -> None:
     assert parse_cluster("p5.48xlarge").gpu == parse_cluster("H100:8").gpu, "both have 400 Gbit/s for a GPU"
     tcpx, whole = (parse_cluster(name, 2).gpu for name in ("a3-highgpu-8g", "a3-megagpu-8g"))
     assert tcpx.network == whole.network / 2
+    [(_, price)] = parse_clusters("p5.48xlarge", "1", "98USD")
+    assert price is not None
+    assert price.per_hour == 98 / 8, "of a GPU, where the cloud names the instance's"
 
 
 @pytest.mark.parametrize(

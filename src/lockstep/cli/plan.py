@@ -38,7 +38,7 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     text = "GPUs of a node, as H100:8, p5.48xlarge or FILE.toml:NAME:8: show a step's time there; several: H100:8,L4:8"
     parser.add_argument("--gpus", metavar="NAME:N", help=text)
     parser.add_argument("--nodes", metavar="N", help="with --gpus: nodes, or several numbers: 1,2,4; default 1")
-    text = "with --gpus: of a GPU for an hour, such as 2.5USD; or a list, one for each of --gpus"
+    text = "with --gpus: of a GPU, or of the instance, for an hour, such as 2.5USD; or a list, one for each of --gpus"
     parser.add_argument("--price", metavar="PRICE", help=text)
     text = "with --gpus: find the best strategy, micro-batch and activation checkpointing that fit, as an overlay"
     parser.add_argument("--search", action="store_true", help=text)

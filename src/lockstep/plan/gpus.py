@@ -99,6 +99,8 @@ def parse_price(text: str) -> Price:
 def parse_clusters(gpus: str, nodes: str = "1", price: str | None = None) -> list[tuple[GPUCluster, Price | None]]:
     """Return each GPU of a list on each number of nodes of another, with its price: one for all, or one for each GPU.
 
+    The price of an instance type is the instance's; it is divided by its GPUs.
+
     Raises:
         ConfigError: `H100:8,L4:8`, `1,2,4` or `2.5USD,0.8USD` is written otherwise.
     """
@@ -111,7 +113,12 @@ def parse_clusters(gpus: str, nodes: str = "1", price: str | None = None) -> lis
     if not all(each.isdecimal() for each in counts):
         raise ConfigError(f"--nodes {nodes}: write a number, or several, such as 1,2,4")
     by_gpu: Sequence[Price | None] = (prices if len(prices) > 1 else prices * len(names)) or [None] * len(names)
-    return [(parse_cluster(name, int(count)), own) for name, own in zip(names, by_gpu, strict=True) for count in counts]
+    rows = []
+    for name, own in zip(names, by_gpu, strict=True):
+        for cluster in (parse_cluster(name, int(count)) for count in counts):
+            share = cluster.per_node if cluster.instance else 1
+            rows.append((cluster, None if own is None else replace(own, per_hour=own.per_hour / share)))
+    return rows
 
 
 def parse_cluster(text: str, nodes: int = 1) -> GPUCluster:

@@ -8,10 +8,12 @@ config + ranks  -->  a config for each strategy, with few micro-batches an updat
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import torch
 from torch import nn
 
 from lockstep.assembly.adapters import lower_frozen
@@ -33,6 +35,7 @@ from lockstep.simulation.reserved import reserved_of
 from lockstep.simulation.timing import step_time
 from lockstep.simulation.trace import StepTrace
 from lockstep.simulation.updates import UPDATES, peak_of_rank
+from lockstep.strategies.record import resolved
 from lockstep.strategies.registry import find_strategy, strategies, written_name
 
 if TYPE_CHECKING:
@@ -123,12 +126,16 @@ class Estimator:
     def estimates(self, extent: Extent = "all") -> Iterator[StrategyMemory]:
         """Yield the memory under the config's own strategy, then under the others that its ranks can have."""
         planned = self.planned(self.config)
-        rows = [partial(self._estimate, planned.variant, self.config, planned=True)]
+        rows, imports = [partial(self._estimate, planned.variant, self.config, planned=True)], set[str]()
         for strategy in strategies() if extent == "all" else ():
             for variant in strategy.variants if bool(strategy.combines.one_process) == (self.ranks == 1) else ():
                 if variant.name != planned.variant and variant.mesh != "hybrid":
                     config = under(self.config, strategy, variant)
                     rows.append(partial(self._estimate, variant.name, config, planned=False))
+                    imports.add(strategy.hooks.import_on_cpu)
+        for name in imports - {""}:
+            with suppress(Exception):  # a row that needs it says so
+                resolved(name)(torch.device("cpu"))
         in_copies = len(rows) > 1 and may_fork()
         for row in in_forks(rows, count_cores()) if in_copies else (row() for row in rows):
             yield replace(row, modules=planned.modules)

@@ -33,7 +33,7 @@ from lockstep.distributed.memory import peak_memory
 from lockstep.launch.devices import choose_ranks, count_accelerators
 from lockstep.launch.local import launch
 from lockstep.loop.session import components_of
-from lockstep.plan.gpus import parse_cluster, parse_price
+from lockstep.plan.gpus import parse_clusters
 from lockstep.simulation import device
 from lockstep.simulation.estimate import Estimator, Extent, StrategyMemory, estimator_of, taken
 from lockstep.simulation.failing import Unpredictable
@@ -103,15 +103,15 @@ def estimate(
     Args:
         config: as of `estimate_memory`, with `length` and the objects.
         gpus: a GPU and how many a node has, such as `H100:8` or `FILE.toml:NAME:8`, or an instance type.
-        price: of a GPU for an hour, such as `2.5USD`.
+        price: of a GPU, or of the instance, for an hour, such as `2.5USD`.
 
     Raises:
         ConfigError: the run would be refused, or there is no such GPU.
     """
-    cluster = parse_cluster(gpus, nodes)
+    [(cluster, of_gpu), *_] = parse_clusters(gpus, str(nodes), price)
     checked, given = _with_length(config, user_objects(objects), length)
     estimator = estimator_of(checked, cluster.ranks, cluster.gpu.memory, given, cluster)
-    return estimated(estimator, None if price is None else parse_price(price))
+    return estimated(estimator, of_gpu)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Goal = Literal["time", "cost", "memory"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
 
-_DEPTH = 2  # blocks of the shallow model, and twice as many of the other
+_DEPTH = 4  # blocks of the shallow model, and twice as many of the other: with less, FSDP gathers other blocks at once
 _LONG = 16384  # tokens of a sequence from which on it may be sharded
 _EXPOSED = 0.1  # of a step; where less is left to hide, a pipeline's bubble takes what it saves
 _EXPOSED_PARTS: tuple[Share, ...] = ("communication", "host", "bubble")
@@ -292,7 +292,7 @@ class _Search:
         return self._known[key]
 
     def _simulated(self, config: Config) -> _Step:
-        """Return a step; if all blocks are alike, on the line through models of 2 and 4 (of a stage: one and two)."""
+        """Return a step; if all blocks are alike, on the line through models of 4 and 8 (of a stage: one and two)."""
         stages = self.estimator.planned(config).mesh.pipeline
         depth = _DEPTH if stages == 1 else stages
         first, second = self._estimator(depth), self._estimator(2 * depth)
