@@ -91,7 +91,7 @@ def in_fork(function: Callable[[], T]) -> T:
 
 
 def in_forks(functions: Iterable[Callable[[], T]], at_once: int = 1) -> Iterator[T]:
-    """Yield the results of functions in their order; so many run at once, each as by `in_fork`."""
+    """Yield the results of functions in their order; `at_once` of them run, each as by `in_fork`."""
     left, begun = iter(functions), deque[tuple[Callable[[], T], int, BinaryIO]]()
     try:
         while True:
