@@ -89,6 +89,15 @@ def test_refusals_are_known_before_ranks_start() -> None:
     assert sorted(numbers) == list(range(len(numbers)))
 
 
+def test_bf16_parameters_are_refused_where_they_are_and_compared_in_fp32_elsewhere() -> None:
+    plan = planned(["ddp", "zero2"], [2], precision={"parameters": "bf16"})
+    assert {refused.case.strategy for refused in plan.refused} == {"zero2"}
+    assert {case.strategy for case in plan.cases} == {"ddp"}
+    configs = [*(case.config for case in plan.cases), *plan.references.values()]
+    assert {config.precision.parameters for config in configs} == {"fp32"}
+    assert any("precision.parameters" in note for note in plan.notes)
+
+
 def test_each_reason_of_refused_runs_is_printed_once() -> None:
     def row(strategy: str, ranks: int, accumulation: int, optimizer: str, reason: str | None) -> Row:
         status = "refused" if reason else "passed"

@@ -117,6 +117,10 @@ def plan_verification(
                     cases.append(case)
                 except ConfigError as refusal:
                     refused.append(RefusedCase(case, str(refusal)))
+    if config.precision.parameters != "fp32":
+        cases = [replace(case, config=_with_fp32_parameters(case.config)) for case in cases]
+        references = {name: _with_fp32_parameters(each) for name, each in references.items()}
+        notes.append("precision.parameters is set to fp32, because a weight of 8 bits is rounded up or down by chance")
     not_covered = _not_covered(config.parallel, names, {case.strategy for case in cases})
     grouped = tuple(by_reason(left_out))
     return VerificationPlan(references, tuple(cases), tuple(refused), grouped, tuple(notes), not_covered)
@@ -220,6 +224,10 @@ def _comparable(config: Config, precision: Precise) -> tuple[Config, list[str]]:
         changed["data"] = changed["data"].model_copy(update={"train": train})
         notes.append("data.train.shift is set to 0, because augmentation is random per rank and micro-batch")
     return config.model_copy(update=changed), notes
+
+
+def _with_fp32_parameters(config: Config) -> Config:
+    return config.model_copy(update={"precision": config.precision.model_copy(update={"parameters": "fp32"})})
 
 
 def _without_rounding(parallel: Parallel) -> tuple[Parallel, list[str]]:
