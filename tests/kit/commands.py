@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import multiprocessing as mp
 import os
 import runpy
@@ -35,6 +36,11 @@ class Done:
 def run_lockstep(*words: object, cwd: Path | None = None, **environment: str | None) -> Done:
     """What a user would see of it, without a terminal. `environment`: further variables; None: without that one."""
     return _done(_command, ["lockstep", *map(str, words)], cwd or Path.cwd(), environment)
+
+
+def run_with_hub(*words: object, cwd: Path, **environment: str | None) -> Done:
+    """As `run_lockstep`, where variables of the hub's libraries count, which read them when they are imported."""
+    return _done(_command_with_hub, ["lockstep", *map(str, words)], cwd, environment)
 
 
 _started: list[Running] = []
@@ -183,6 +189,22 @@ def _command() -> None:
     from lockstep.__main__ import command
 
     command()
+
+
+def _command_with_hub() -> None:
+    from huggingface_hub import constants, hf_api
+
+    before = dict(vars(constants))
+    importlib.reload(constants)
+    changed = {name: value for name, value in vars(constants).items() if name.isupper() and value != before.get(name)}
+    for module in tuple(sys.modules.values()):
+        if module.__name__.startswith(("huggingface_hub", "transformers")):
+            for name in changed.keys() & vars(module).keys():
+                setattr(module, name, changed[name])
+    hf_api.api.endpoint = constants.ENDPOINT
+    if "datasets.config" in sys.modules:
+        importlib.reload(sys.modules["datasets.config"])
+    _command()
 
 
 def _script() -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +15,7 @@ from urllib.parse import parse_qs
 
 import pytest
 import yaml
+from kit.commands import run_with_hub
 from kit.failures import gives
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -181,12 +179,9 @@ def hub() -> Iterator[Hub]:
 
 
 def command(hub: Hub, home: Path, *words: object, code: int = 0, **variables: str | None) -> Any:
-    """A process of its own: the hub's libraries read these variables when they are imported."""
     settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": None, "HF_HUB_DISABLE_XET": "1"}
     settings |= dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "HF_TOKEN")) | variables
-    environment = {key: value for key, value in {**os.environ, **settings}.items() if value is not None}
-    line = [sys.executable, "-m", "lockstep", *map(str, words)]
-    done = subprocess.run(line, cwd=home, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = run_with_hub(*words, cwd=home, **settings)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 

@@ -16,7 +16,10 @@ from kit.runs import NOISE, Trajectory, differences, recorded_all
 from kit.worlds import in_world
 
 import lockstep
+from lockstep.assembly.user_objects import UserObjects
+from lockstep.config.loading import validate
 from lockstep.core.errors import ConfigError
+from lockstep.simulation.estimate import estimator_of
 
 pytest.importorskip("datasets")
 ROOT = Path(__file__).parents[2]
@@ -188,5 +191,5 @@ def test_an_evaluation_set_with_fewer_classes_has_the_same_numbers(folder: Path)
 
 def test_a_plan_knows_the_memory_of_a_task(folder: Path) -> None:
     for name in ("answers", "images"):
-        [own, *_] = lockstep.estimate_memory(config(folder, name), ranks=2)
+        own = next(estimator_of(validate(config(folder, name)).config, 2, None, UserObjects()).estimates("planned"))
         assert own.peak is not None, (name, own.note)
