@@ -237,10 +237,20 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     "simulation/test_sent_bytes.py": {"a_simulated_update_gathers_the_bytes_of_the_formula": 1},
     "simulation/test_zero_start.py": {"no_rank_holds_the_whole_model": 1, "the_peak_has_shards_by_category": 0},
     "simulation/test_zero_waits.py": {"an_update_waits_only_where_it_must": 1},
+    "training/test_adapters.py": {
+        "a_base_in_bf16_is_the_single_process": ("fsdp",),
+        "a_run_resumes_bit_for_bit_and_under_other_strategies": ("fsdp",),
+        "every_kind_is_the_single_process": ("ddp", "zero3"),
+    },
     "training/test_ahead.py": {"a_launcher_that_has_prepared_may_fork": 0},
     "training/test_attention_masks.py": {"losses_are_those_of_the_library": 4, "no_forward_reads_a_mask": 4},
     "training/test_audit.py": {"a_run_that_is_killed_and_goes_on_elsewhere_is_complete": 1, "other_samples_show": 2},
     "training/test_bad_numbers.py": {"each_policy_for_a_spike": 1},
+    "training/test_companion.py": {
+        "a_reference_computed_once_is_the_same_under_each_strategy": ("fsdp",),
+        "a_reference_without_the_adapter_is_the_same_run": ("fsdp",),
+        "pairs_are_the_same_run": ("ddp", "zero3", "tensor"),
+    },
     "training/test_context.py": {
         "a_ring_is_attention_to_whole_sequences": 1,
         "an_epoch_ends_with_a_smaller_update": 0,
@@ -378,6 +388,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
         "files_hold_the_model_once": 1,
         "from_pretrained_reads_several_files": 1,
     },
+    "training/test_quantization.py": {"a_base_in_bf16_is_the_single_process": 1, "a_run_resumes_bit_for_bit": 1},
     "training/test_rank_times.py": {"where_the_time_of_each_rank_goes": 0},
     "training/test_recovery.py": {
         "a_rank_that_always_fails_ends_the_run": 1,
