@@ -28,8 +28,8 @@ from lockstep.core.errors import ConfigError, Problem
 from lockstep.core.files import write_atomically
 from lockstep.core.terminal import echo
 from lockstep.data.loader import evaluation_batches
+from lockstep.data.order import fingerprint
 from lockstep.data.sources import ReferencedSource
-from lockstep.data.windows import fingerprint
 from lockstep.distributed.collectives import from_first_rank
 from lockstep.models.build import build_meta_model, build_model, parameter_facts, sketch_model
 from lockstep.models.model_tensors import model_tensors

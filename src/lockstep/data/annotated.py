@@ -26,9 +26,8 @@ from lockstep.core.records import IGNORED, Batch, DataFacts
 from lockstep.data.bad_samples import read_or_explain
 from lockstep.data.class_labels import ClassLabels, class_labels
 from lockstep.data.columns import pair_columns
-from lockstep.data.order import Indices
+from lockstep.data.order import Indices, fingerprint
 from lockstep.data.texts import Texts
-from lockstep.data.windows import fingerprint
 
 _BEYOND = 2**31 - 1
 """The position of an answer without a target: behind every sequence."""

@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 
 from lockstep.config.schema import HuggingFaceData
 from lockstep.core.errors import ConfigError
-from lockstep.data import windows
 from lockstep.data.columns import ratings
 from lockstep.data.hub import rows_identity, tokenizer_identity
-from lockstep.data.order import Indices
+from lockstep.data.order import Indices, fingerprint
 from lockstep.data.rendered import Rendered, RenderedSource, open_rendered
 
 FORMAT = 1
@@ -231,7 +230,7 @@ def open_chats(
         }
     )  # fmt: skip
     identity = tokenizer_identity(tokenizer), tokenizer.chat_template, sorted(tokenizer.special_tokens_map.items())
-    key = windows.fingerprint("chats", FORMAT, *rows_identity(rows), identity, options, section.max_length)
+    key = fingerprint("chats", FORMAT, *rows_identity(rows), identity, options, section.max_length)
     render = partial(_render, rows, Template(tokenizer, section))
     rated = None if section.desirable is None else ratings(rows, section.desirable, section.name)
     options = {"aligned": aligned, "classes": classes, "rated": rated}

@@ -33,9 +33,8 @@ from lockstep.core.protocols import Source
 from lockstep.core.records import TARGETS, Batch, DataFacts
 from lockstep.data import noise
 from lockstep.data.bad_samples import note_sample, read_or_explain, time_limit
-from lockstep.data.order import Indices
+from lockstep.data.order import Indices, fingerprint
 from lockstep.data.weighted import WeightedDataset
-from lockstep.data.windows import fingerprint
 
 Collate = Callable[[list[Any]], Any]
 

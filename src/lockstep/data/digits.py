@@ -15,8 +15,7 @@ from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import Batch, DataFacts
 from lockstep.data import noise
-from lockstep.data.order import Indices
-from lockstep.data.windows import fingerprint
+from lockstep.data.order import Indices, fingerprint
 
 _HELD_OUT_EVERY = 5
 _SIDE = 8

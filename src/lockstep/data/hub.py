@@ -33,7 +33,7 @@ from lockstep.core.hub import (
     snapshot,
 )
 from lockstep.core.out_of_memory import out_of_memory_cause
-from lockstep.data.windows import fingerprint
+from lockstep.data.order import fingerprint
 from lockstep.strategies.section import Section
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".text": "text"}

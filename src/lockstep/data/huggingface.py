@@ -38,7 +38,7 @@ from lockstep.core.hub import at_revision
 from lockstep.core.protocols import Source
 from lockstep.core.records import IGNORED, LANGUAGE_MODEL, Batch
 from lockstep.core.tasks import TASKS
-from lockstep.data import noise, windows
+from lockstep.data import noise
 from lockstep.data.annotated import ImageSource, answering, choosing, tagging
 from lockstep.data.chats import open_chats
 from lockstep.data.class_labels import ClassLabels, class_labels
@@ -53,7 +53,7 @@ from lockstep.data.hub import (
     rows_identity,
     tokenizer_identity,
 )
-from lockstep.data.order import Indices
+from lockstep.data.order import Indices, fingerprint
 from lockstep.data.prepare import plain_tokenizer, texts_of, write_splits
 from lockstep.data.rendered import Rendered, RenderedSource, following, open_rendered, padded_batch
 from lockstep.data.texts import FORMAT, Texts, TextSource
@@ -108,7 +108,7 @@ def open_huggingface(
         rated = None
         if section.desirable is not None:
             rated = torch.tensor(ratings(rows, section.desirable, section.name))
-            kind = f"{kind}, desirable {windows.fingerprint(rated.tolist())}"
+            kind = f"{kind}, desirable {fingerprint(rated.tolist())}"
         batch, kind = partial(_completed, texts, completions, own, rated), ", ".join([kind, *answers[1:]])
         return TextSource(texts, kind, batch, classes=1 if task == _REWARDS else None)
     if section.packed:
@@ -293,7 +293,7 @@ def _whole(texts: Texts, indices: Indices) -> Ids:
 def _packed(texts: Texts, ids: Callable[[Indices], Ids], *, aligned: bool) -> RenderedSource:
     """Put several texts into a sample, each with the ids and targets that it has alone."""
     options = texts.section.model_dump(include={"text", "label", "train_on_prompt", "max_length"})
-    key = windows.fingerprint(
+    key = fingerprint(
         "apart",
         FORMAT,
         *rows_identity(texts.rows),

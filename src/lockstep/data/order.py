@@ -21,6 +21,7 @@ in one case of 10^12.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from functools import lru_cache
 
@@ -131,3 +132,16 @@ def _sample_digests(epoch: int, indices: Indices) -> NDArray[np.uint64]:
         state = indices.astype(np.uint64) * np.uint64(2) + np.uint64(1)
         state += np.uint64(epoch % 2**32) * np.uint64(0x9E3779B97F4A7C15)
         return mix(state) % np.uint64(MODULUS)
+
+
+def fingerprint(*parts: object) -> str:
+    """Return the BLAKE2b hash of the parts that define a dataset's content: arrays by bytes, others by their repr."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            digest.update(f"{part.dtype.str}{part.shape}".encode())
+            digest.update(np.ascontiguousarray(part).data)
+        else:
+            digest.update(repr(part).encode())
+        digest.update(b"\x1f")
+    return digest.hexdigest()

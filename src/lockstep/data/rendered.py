@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from lockstep.config.schema import HuggingFaceData
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import IGNORED, Batch, DataFacts
-from lockstep.data import windows
-from lockstep.data.order import Indices
+from lockstep.data.order import Indices, fingerprint
 from lockstep.data.tokens import Packing, cached_folder, pack
 
 _AT_ONCE = 1000  # rows
@@ -152,16 +151,16 @@ class RenderedSource:
         self._rows: Indices = np.load(folder / "rows.npy")
         self.lengths = np.diff(self._offsets)
         facts = json.loads((folder / "facts.json").read_text())
-        self.fingerprint: str = windows.fingerprint("chats", facts.pop("fingerprint"))
+        self.fingerprint: str = fingerprint("chats", facts.pop("fingerprint"))
         self._padding = tokenizer.pad_token_id
         self._aligned = aligned
         self._packing = pack(self._offsets, section.max_length) if section.packed else None
         self._desirable = None if rated is None else torch.tensor(rated)[torch.from_numpy(self._rows)]
         if rated is not None:
-            self.fingerprint = windows.fingerprint("rated", self.fingerprint, rated)
+            self.fingerprint = fingerprint("rated", self.fingerprint, rated)
         samples, notes = len(self._rows), [_changes(facts, section)]
         if self._packing:
-            self.fingerprint = windows.fingerprint("packed", self.fingerprint, section.max_length)
+            self.fingerprint = fingerprint("packed", self.fingerprint, section.max_length)
             samples, filled = self._packing.samples, 1 - self._packing.padding
             notes.append(f"{len(self._rows):,} {_noun(section)} packed into {samples:,} samples, {filled:.1%} filled")
         self.changes = [note for note in notes if note]

@@ -26,8 +26,8 @@ import torch
 from lockstep.config.schema import StdlibFunctions, StdlibText
 from lockstep.core.errors import ConfigError
 from lockstep.core.records import Batch, DataFacts
-from lockstep.data.order import Indices
-from lockstep.data.windows import WindowSource, cut_windows, fingerprint
+from lockstep.data.order import Indices, fingerprint
+from lockstep.data.windows import WindowSource, cut_windows
 
 _HELD_OUT_FILE = 20
 # installed packages, files that aren't source, and tests, which many systems package separately

@@ -13,12 +13,11 @@ from lockstep.config.data_sections import CHAT_KEYS
 from lockstep.config.schema import HuggingFaceData
 from lockstep.core.errors import UnusableSamples
 from lockstep.core.records import Batch, DataFacts
-from lockstep.data import windows
 from lockstep.data.bad_samples import read_or_explain
 from lockstep.data.class_labels import ClassLabels
 from lockstep.data.columns import pair_columns
 from lockstep.data.hub import check_texts, end_token, rows_identity, tokenizer_identity
-from lockstep.data.order import Indices
+from lockstep.data.order import Indices, fingerprint
 
 FORMAT = 3
 _FINGERPRINT_ROWS = 256
@@ -92,7 +91,7 @@ class Texts:
         """Return a hash of rows spread over the dataset, the vocabulary and the options."""
         options = self.section.model_dump(exclude={*_NOT_CONTENT, *CHAT_KEYS})
         vocabulary = sorted(self.tokenizer.get_vocab().items())
-        return windows.fingerprint(kind, len(self.rows), self._sampled(), options, vocabulary)
+        return fingerprint(kind, len(self.rows), self._sampled(), options, vocabulary)
 
     def _sampled(self) -> dict[str, list[Any]]:
         sampled = np.unique(np.linspace(0, len(self.rows) - 1, _FINGERPRINT_ROWS).astype(np.int64))
@@ -102,7 +101,7 @@ class Texts:
         """Return a hash of all that the documents' tokens depend on."""
         source = (rows_identity(self.rows), self.section.text, self._sampled()[self.section.text])
         end = end_token(self.tokenizer)
-        return windows.fingerprint("stream", FORMAT, *source, tokenizer_identity(self.tokenizer), end)
+        return fingerprint("stream", FORMAT, *source, tokenizer_identity(self.tokenizer), end)
 
 
 class TextSource:

@@ -35,7 +35,7 @@ from lockstep.core.formatting import size as size_text
 from lockstep.core.protocols import Source
 from lockstep.core.records import IGNORED, Batch, DataFacts
 from lockstep.data import windows
-from lockstep.data.order import Indices
+from lockstep.data.order import Indices, fingerprint
 from lockstep.stores.addresses import is_address
 from lockstep.stores.blobs import BlobStore, read_whole
 from lockstep.stores.buckets import open_store
@@ -160,7 +160,7 @@ def open_tokens(section: Tokens, *, aligned: bool) -> Source:
     if section.documents == "joined":
         return windows.WindowSource(
             windows.cut_windows(tokens, length, "the token file"),
-            windows.fingerprint("joined", header.fingerprint, length),
+            fingerprint("joined", header.fingerprint, length),
             aligned=aligned,
             vocabulary=header.vocabulary,
             bytes_per_token=header.bytes_per_token,
@@ -214,7 +214,7 @@ class WholeDocuments:
         self.facts = DataFacts(
             self._packing.samples, None, vocabulary=header.vocabulary, bytes_per_token=header.bytes_per_token
         )
-        self.fingerprint = windows.fingerprint("whole", header.fingerprint, length)
+        self.fingerprint = fingerprint("whole", header.fingerprint, length)
 
     def fetch(self, indices: Indices) -> Batch:
         packing = self._packing

@@ -7,7 +7,6 @@ sample 1              t4 t5 t6 t7 t8        windows meet in one token, so that e
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import numpy as np
@@ -62,16 +61,3 @@ class WindowSource:
             return Batch({"input_ids": inputs}, inputs, samples, samples * (width - 1))
         targets = torch.from_numpy(rows[:, 1:].astype(np.int64))
         return Batch({"tokens": inputs}, targets, samples, samples * (width - 1))
-
-
-def fingerprint(*parts: object) -> str:
-    """Return the BLAKE2b hash of the parts that define a dataset's content: arrays by bytes, others by their repr."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        if isinstance(part, np.ndarray):
-            digest.update(f"{part.dtype.str}{part.shape}".encode())
-            digest.update(np.ascontiguousarray(part).data)
-        else:
-            digest.update(repr(part).encode())
-        digest.update(b"\x1f")
-    return digest.hexdigest()
