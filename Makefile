@@ -31,7 +31,7 @@ install: .venv/.installed  ## sets up .venv with the command `lockstep`
 	@touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(PIP) --editable '.[digits,hf,metrics,optimizers,peft,quantization,deepspeed,dev,docs]'
+	$(PIP) --editable '.[digits,hf,metrics,optimizers,peft,quantization,deepspeed,lm-eval,dev,docs]'
 	@touch $@
 
 .venv/.installed-docs: .venv/.installed

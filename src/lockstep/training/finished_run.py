@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.assembly.adapters import dequantized
 from lockstep.assembly.sources import facts_of_data, make_model
 from lockstep.assembly.user_objects import UserObjects
-from lockstep.assembly.weights import MODEL, load_weights, to_rebuild
+from lockstep.assembly.weights import MODEL, load_weights, to_rebuild, tokenizer_of
 from lockstep.config.schema import HuggingFaceModel
+from lockstep.core.closest import hint
+from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.core.hub import needs_hub
 from lockstep.core.ranks import names_a_rank
 from lockstep.core.terminal import echo
 from lockstep.launch.devices import choose_ranks
@@ -92,6 +97,67 @@ def _evaluate_rank(config: Config, run: Path, file: Path, trust_remote_code: boo
                 echo(f"{report.name}: {metrics}  ({report.samples:,} samples in {report.seconds:.1f} s)")
             file.write_text(json.dumps(metrics_by_set(reports)), encoding="utf-8")
     return 0
+
+
+def evaluate_by_lm_eval(
+    run: Path, names: Sequence[str], limit: int | None, **trust: Any
+) -> dict[str, dict[str, float]]:
+    """Evaluate a run's exported model on tasks of lm-eval, names or YAML files, in this process; print its tables."""
+    try:
+        from lm_eval import simple_evaluate, utils
+        from lm_eval.models import huggingface  # noqa: F401  it needs accelerate
+        from lm_eval.tasks import TaskManager
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--lm-eval needs the extra `lm-eval`: {pip_install('lm-eval')}") from error
+    from torch import cuda
+
+    from lockstep.training.exporting import ExportArguments, export
+
+    config = to_rebuild(loaded_config(run), trusted=trust["trust_run"])
+    if (kind := getattr(config.model, "task", f"of kind {config.model.kind}")) != "causal-lm":
+        raise ConfigError(f"--lm-eval is for models of kind huggingface and task causal-lm; this one is {kind}")
+    if (tokenizer := tokenizer_of(config.model, config.data.train)) is None:
+        raise ConfigError("--lm-eval needs the run's tokenizer, and its data have none")
+    tokenizer.load()  # it is there
+    tasks = _lm_eval_tasks(names, manager := TaskManager())
+    with tempfile.TemporaryDirectory(prefix="lockstep-eval-") as folder:
+        merge = config.model.adapter is not None
+        made = export(run, ExportArguments(to=Path(folder), format="hf", merge=merge, **trust))
+        for name, why in made.broken.items():
+            echo(f"lockstep: {name} could not be used: {why}", file=sys.stderr)
+        results = simple_evaluate(
+            model="hf",
+            model_args={"pretrained": folder, "trust_remote_code": trust["trust_remote_code"]},
+            tasks=tasks,
+            task_manager=manager,
+            limit=limit,
+            log_samples=False,
+            **({"device": "cuda", "batch_size": "auto"} if cuda.is_available() else {"device": "cpu"}),
+        )
+    tables = [utils.make_table(results, column) for column in ("results", "groups") if column in results]
+    echo("\n".join([f"step {made.step:,}", *tables]))
+    return {
+        task: {key: float(value) for key, value in metrics.items() if "," in key and not isinstance(value, str)}
+        for task, metrics in results["results"].items()
+    }
+
+
+def _lm_eval_tasks(names: Sequence[str], manager: Any) -> list[Any]:
+    """Return lm-eval's tasks and groups of tasks with their data. Raises ConfigError."""
+    for name in names:
+        if not (Path(name).is_file() if name.endswith(".yaml") else name in manager.all_tasks):
+            why = f"{name} is neither a task of lm-eval nor a YAML file{hint(name, manager.all_tasks)}"
+            raise ConfigError(f"--lm-eval: {why}")
+    needs_hub()
+    try:
+        loaded = manager.load(list(names))
+    except Exception as error:  # of datasets, of evaluate, or of a task's code
+        why = shorten(str(error), 300) or type(error).__name__
+        raise ConfigError(f"--lm-eval: {', '.join(names)} can't be loaded: {why}") from error
+    if unsafe := [name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)]:
+        raise ConfigError(f"--lm-eval: {unsafe[0]} would run code that the model writes, which is refused")
+    inner = {child for children in loaded["group_map"].values() for child in children}
+    return [each for kind in ("groups", "tasks") for name, each in loaded[kind].items() if name not in inner]
 
 
 def generate_text(
