@@ -98,6 +98,12 @@ def test_bf16_parameters_are_refused_where_they_are_and_compared_in_fp32_elsewhe
     assert any("precision.parameters" in note for note in plan.notes)
 
 
+def test_a_reference_is_computed_in_each_update() -> None:
+    plan = planned(["ddp"], [2], objective={"kind": "dpo", "precompute": True})
+    assert {case.config.objective.precompute for case in plan.cases} == {False}
+    assert any("objective.precompute" in note for note in plan.notes)
+
+
 def test_each_reason_of_refused_runs_is_printed_once() -> None:
     def row(strategy: str, ranks: int, accumulation: int, optimizer: str, reason: str | None) -> Row:
         status = "refused" if reason else "passed"

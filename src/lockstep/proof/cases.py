@@ -219,6 +219,9 @@ def _comparable(config: Config, precision: Precise) -> tuple[Config, list[str]]:
     if precision == "fp32":
         changed["parallel"], rounding = _without_rounding(config.parallel)
         notes += [f"{key} is ignored in fp32" for key in rounding]
+    if config.objective.precompute:
+        changed["objective"] = config.objective.model_copy(update={"precompute": False})
+        notes.append("objective.precompute is ignored: a reference of all samples takes longer than these updates")
     if getattr(config.data.train, "shift", 0):
         train = config.data.train.model_copy(update={"shift": 0})
         changed["data"] = changed["data"].model_copy(update={"train": train})
