@@ -38,7 +38,8 @@ COLUMNS = ("single", *STRATEGIES, "checkpointing", "other ranks")
 _CHAT, _LORA = ("chat", "tiny/chat"), ("chat-lora", "tiny/chat", "--model.adapter.dropout=0")
 _CHECKPOINTING = "--memory.activation_checkpointing.mode=full"
 _LOSSES_AGREE = {"fp32": 1e-5, "bf16": 1e-3}
-_KINDS = ("dpo", "ipo", "orpo", "simpo", "reward")
+_KINDS = ("dpo", "ipo", "orpo", "simpo")
+_REWARD = ("--objective.kind=reward", "--objective.beta=null", "--model.task=sequence-classification")
 PARTS: dict[str, Sequence[str]] = {
     "chat": _CHAT,
     "packed chats": (*_CHAT, "--data.train.packed=true"),
@@ -53,8 +54,9 @@ PARTS: dict[str, Sequence[str]] = {
     "AdamW in 8 bits": (*_CHAT, "--optim.name=adamw-8bit"),
     "schedule-free": (*_CHAT, "--optim.name=schedule-free", "--optim.betas=[0.9,0.999]", "--schedule.kind=constant"),
     **{kind: ("dpo", "tiny/dpo", f"--objective.kind={kind}") for kind in _KINDS},
+    "reward": ("dpo", "tiny/dpo", *_REWARD),
     "kto": ("kto", "tiny/kto"),
-    "distill": ("distill", "tiny/distill"),
+    "distill": ("distill", "tiny/distill", "--model.architecture.num_hidden_layers=2"),
 }
 """The recipe and overrides of each part."""
 _REFUSED, _SAME, _DIFFERS = "refused", "same", "differs"
