@@ -178,7 +178,7 @@ def _verify(place: Path, words: Sequence[str], strategies: str, ranks: int) -> l
     try:
         return list(json.loads(done.stdout))
     except json.JSONDecodeError:
-        reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no output"
+        reason = _reason(done) or "no output"
         return [
             {
                 "strategy": name,
@@ -195,7 +195,11 @@ def _summary(place: Path, *words: str) -> dict[str, Any] | str:
     done = _lockstep(place, *words)
     if done.returncode == 0:
         return dict(json.loads(done.stdout))
-    return done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+    return _reason(done) or f"exit code {done.returncode}"
+
+
+def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    return (done.stderr.strip().splitlines() or [""])[-1].removeprefix("lockstep: ")
 
 
 def _lockstep(place: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:

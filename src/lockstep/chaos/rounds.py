@@ -197,7 +197,10 @@ class _Rounds:
     def _train(self, job: Job, plan: Path | None = None) -> int:
         output = output_of(Path(job.config.run.folder or "").parent)
         environment = {FAULTS: str(plan)} if plan is not None else {}
-        launch = lambda: launch_job(job, self._settings.ranks)[1].show()  # noqa: E731
+
+        def launch() -> int:
+            return launch_job(job, self._settings.ranks)[1].show()
+
         return run_launcher(launch, output, environment, self._stop, self._limit_s)
 
     def _job_in(self, run: Path, *, snapshots: bool = True) -> Job:

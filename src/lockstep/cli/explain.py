@@ -23,10 +23,8 @@ def run(arguments: Sequence[str]) -> int:
     """Explain how fast a run is, what limits it, what happened, and what to do next."""
     parser = Parser("explain", "Explains a run in ten sentences: its speed, what limits it, what to do next.")
     parser.add_argument("run", type=run_path, metavar="RUN", help="the run's folder")
-    text = (
-        "the run's, as of lockstep plan: set the time of an update beside the plan's; GPUs that plan knows need no flag"
-    )
-    parser.add_argument("--gpus", metavar="NAME:N", help=text)
+    text = "compare the measured time of a step with the plan's for these GPUs, such as H100:8; auto: the run's own"
+    parser.add_argument("--gpus", metavar="auto|NAME:N", help=text)
     add_json(parser)
     args = parser.parse_args(arguments)
 
@@ -37,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
     if not is_run(args.run):
         raise not_a_run(args.run)
     refuse_escaping_links(args.run)
-    planned = partial(_planned, args.run, args.gpus)
+    planned = str if args.gpus is None else partial(_planned, args.run, args.gpus)
     explanation = explain(args.run, _profiled(args.run), status_of(args.run).sentence, planned)
     if args.json:
         useful, names = explanation.goodput, ("name", "share", "gain", "fact", "remedy")
@@ -53,21 +51,24 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _planned(run: Path, gpus: str | None, split: Mapping[str, float]) -> str:
-    """Return the time of an update beside the plan's, if the run's GPUs are known."""
-    from lockstep.monitor.attempts import read_attempts
-    from lockstep.plan.gpus import known_gpu
+_COMPARED = ("device", "ranks", "micro_size", "strategy", "global_size", "precision")
 
-    attempts = read_attempts(run)
-    if not split or not attempts or (gpus is None and known_gpu(str(attempts[-1].facts.get("device"))) is None):
-        return ""
-    if len({tuple(map(attempt.facts.get, ("device", "ranks", "micro_size"))) for attempt in attempts}) > 1:
-        return "No plan is set beside its updates: the attempts differ in device, ranks or micro-batch."
+
+def _planned(run: Path, gpus: str, split: Mapping[str, float]) -> str:
+    """Return the time of a step beside the plan's. Raises ConfigError if the GPUs aren't the run's."""
     from lockstep.cli.profile import predicted_step
+    from lockstep.core.errors import ConfigError
+    from lockstep.monitor.attempts import read_attempts
     from lockstep.profiling.planned import beside_plan, cluster_of_run
 
-    if (cluster := cluster_of_run(attempts[-1], gpus)) is None:
-        return ""
+    attempts = read_attempts(run)
+    if not split or not attempts:
+        return "There is no measured step to compare with the plan's."
+    if len({tuple(map(attempt.facts.get, _COMPARED)) for attempt in attempts}) > 1:
+        return "Measured and predicted times aren't compared: the attempts had other ranks, sizes or strategies."
+    cluster = cluster_of_run(attempts[-1], None if gpus == "auto" else gpus)
+    if cluster is None:
+        raise ConfigError(f"--gpus auto: {attempts[-1].facts.get('device')} isn't known; name it, such as H100:8")
     step = predicted_step(run, attempts[-1], cluster)
     return f"There is {step}." if isinstance(step, str) else beside_plan(split, step, cluster)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lockstep.cli.arguments import CONFIG_EPILOG, Command, Parser, add_json, add_run, approved_config, run_path, whole
-from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.errors import Failure, RunFailed
 from lockstep.core.json_output import emit
 from lockstep.core.near_runs import not_a_run
 from lockstep.core.terminal import command_line, echo, muted_stderr
@@ -98,7 +98,7 @@ def predicted_step(run: Path, attempt: Attempt, cluster: GPUCluster) -> StepTime
         loaded, _ = approved_config([str(run)], (), trusted=False)
         with muted_stderr():  # of torch's remarks on a device that it doesn't know
             return planned_time(loaded, attempt, cluster)
-    except (ConfigError, Unpredictable) as why:
+    except (Failure, Unpredictable) as why:
         return f"no prediction to compare with: {str(why).splitlines()[0].rstrip('.:')}"
 
 

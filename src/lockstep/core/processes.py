@@ -14,6 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+from lockstep.core.stopping import die_with_parent
+
 T = TypeVar("T")
 
 
@@ -113,9 +115,10 @@ def in_forks(functions: Iterable[Callable[[], T]], at_once: int = 1) -> Iterator
 
 def _forked(function: Callable[[], T]) -> tuple[Callable[[], T], int, BinaryIO]:
     receiving, sending = os.pipe()
-    child = os.fork()
+    parent, child = os.getpid(), os.fork()
     if child == 0:
         try:
+            die_with_parent(parent)
             os.write(sending, pickle.dumps(function()))
         finally:
             os._exit(0)

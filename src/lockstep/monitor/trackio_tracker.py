@@ -15,12 +15,12 @@ from lockstep.core.media import LoggedImage
 from lockstep.core.slow_imports import import_beside
 from lockstep.core.tracking import TrackedRun, refuse_unknown
 from lockstep.monitor.media import file_name
-from lockstep.monitor.wandb_tracker import WandbTracker
+from lockstep.monitor.wandb_tracker import LoggedRun
 
 _log = logging.getLogger("lockstep.monitor")
 
 
-class TrackioTracker(WandbTracker):
+class TrackioTracker(LoggedRun):
     """Records a run with trackio, in `TRACKIO_DIR`; `arguments` are further ones of `trackio.init`."""
 
     package = "trackio"

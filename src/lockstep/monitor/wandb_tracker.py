@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep.core.distribution import pip_install
 from lockstep.core.errors import ConfigError
@@ -23,14 +23,14 @@ _INIT_S = 10.0  # for a server that does not answer; less than the end of a run 
 _FLUSH = "x_transaction_log_flush_interval"  # 15 s by default, which a process that is killed would take with it
 
 
-class WandbTracker(Tracker):
-    """Records a run with Weights & Biases.
+class LoggedRun(Tracker):
+    """A run that a package with W&B's interface records.
 
     Args:
         arguments: Further ones of the package's `init`, such as `mode`, `entity`, `group`, `tags`.
     """
 
-    package = "wandb"
+    package: ClassVar[str]
 
     def __init__(self, project: str = "lockstep", **arguments: Any) -> None:
         if find_spec(self.package) is None:
@@ -40,7 +40,26 @@ class WandbTracker(Tracker):
         self._arguments: dict[str, Any] = {"project": project, **arguments}
         self._run: Any = None
         self._attempt = 1
-        self._warned = False
+
+    def histograms(self, step: int, histograms: Mapping[str, Bins]) -> None:
+        pairs = {name: edges_and_counts(bins)[::-1] for name, bins in histograms.items() if bins}
+        self.scalars(step, {name: self._module.Histogram(np_histogram=pair) for name, pair in pairs.items()})
+
+    def tables(self, step: int, tables: Mapping[str, LoggedTable]) -> None:
+        for name, table in tables.items():
+            rows = [list(cells) for cells in table.rows]
+            self.scalars(step, {name: self._module.Table(columns=list(table.columns), data=rows)})
+
+    def rolled_back(self, step: int, attempt: int) -> None:
+        self._attempt = attempt
+        self.scalars(step, {"run/resumed_from": step})
+
+
+class WandbTracker(LoggedRun):
+    """Records a run with Weights & Biases."""
+
+    package = "wandb"
+    _warned = False
 
     def start(self, run: TrackedRun) -> str:
         self._module = import_beside("wandb")
@@ -72,10 +91,6 @@ class WandbTracker(Tracker):
     def scalars(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log({"step": step, "run/attempt": self._attempt, **values})
 
-    def histograms(self, step: int, histograms: Mapping[str, Bins]) -> None:
-        pairs = {name: edges_and_counts(bins)[::-1] for name, bins in histograms.items() if bins}
-        self.scalars(step, {name: self._module.Histogram(np_histogram=pair) for name, pair in pairs.items()})
-
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
         for name, text in texts.items():
             self.scalars(step, {name: self._module.Table(columns=["step", "text"], data=[[step, text]])})
@@ -93,17 +108,8 @@ class WandbTracker(Tracker):
             pixels = frombytes(modes[image.channels], (image.width, image.height), image.pixels)
             self.scalars(step, {name: self._module.Image(pixels)})
 
-    def tables(self, step: int, tables: Mapping[str, LoggedTable]) -> None:
-        for name, table in tables.items():
-            rows = [list(cells) for cells in table.rows]
-            self.scalars(step, {name: self._module.Table(columns=list(table.columns), data=rows)})
-
     def checkpoint(self, step: int, reference: str) -> None:
         self._run.summary["checkpoint"] = reference
-
-    def rolled_back(self, step: int, attempt: int) -> None:
-        self._attempt = attempt
-        self.scalars(step, {"run/resumed_from": step})
 
     def finish(self, failure: str | None) -> None:
         if self._run is not None:

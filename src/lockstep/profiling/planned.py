@@ -38,7 +38,7 @@ _PHASES: Mapping[str, tuple[Sequence[str], Sequence[Share]]] = {
         ("matmul", "attention", "memory", "communication", "host", "bubble"),
     ),
     "the optimizer": (("optimizer",), ("optimizer",)),
-    "what no plan has (data, saves, Python between updates)": (("data", "save", "host"), ()),
+    "data, saves and Python between steps, which the plan doesn't count,": (("data", "save", "host"), ()),
 }
 """The phases of an update, and the plan's parts in them: on a GPU collectives are waited for inside of forward, too."""
 _SHOWN = 1e-6  # seconds
@@ -57,12 +57,14 @@ def cluster_of_run(attempt: Attempt, gpus: str | None) -> GPUCluster | None:
             raise ConfigError(f"--gpus {gpus}: the run has {ranks} ranks, {per_node} of a node")
         return cluster
     gpu = known_gpu(str(attempt.facts.get("device")))
-    return None if gpu is None else GPUCluster(gpu, per_node, max(1, ranks // per_node))
+    return None if gpu is None or ranks % per_node else GPUCluster(gpu, per_node, ranks // per_node)
 
 
 def planned_time(loaded: LoadedConfig, attempt: Attempt, cluster: GPUCluster) -> StepTime:
     """Return the predicted time of a run's step. Raises ConfigError or Unpredictable."""
     refuse_given(loaded)
+    if loaded.config.model.compile:
+        raise ConfigError("the time of fused operations isn't predicted, and model.compile makes them")
     size = int(attempt.number("micro_size") or 1)
     config = loaded.config.with_values(batch={"micro_size": size})
     if config.parallel.strategy == "auto":
@@ -110,12 +112,10 @@ def beside_plan(split: Mapping[str, float], step: StepTime, cluster: GPUCluster)
         for name, (phases, parts) in _PHASES.items()
     }
     whole, most = sum(split.values()), max(more, key=lambda name: abs(more[name]))
-    text = f"By its plan for {cluster}, an update takes {short_time(step.seconds)}; it took {short_time(whole)}"
+    text = f"A step took {short_time(whole)}; the plan for {cluster} predicts {short_time(step.seconds)}"
     if abs(more[most]) < _NOTABLE * whole:
         return f"{text}."
-    return (
-        f"{text}, above all because {most} took {short_time(abs(more[most]))} {'more' if more[most] > 0 else 'less'}."
-    )
+    return f"{text}. Most of the difference is in {most} ({'+-'[more[most] < 0]}{short_time(abs(more[most]))})."
 
 
 def _part_of(operator: str) -> Share:

@@ -120,7 +120,7 @@ def plan_verification(
     if config.precision.parameters != "fp32":
         cases = [replace(case, config=_with_fp32_parameters(case.config)) for case in cases]
         references = {name: _with_fp32_parameters(each) for name, each in references.items()}
-        notes.append("precision.parameters is set to fp32, because a weight of 8 bits is rounded up or down by chance")
+        notes.append("precision.parameters is set to fp32, because stochastic rounding to bf16 hides small differences")
     not_covered = _not_covered(config.parallel, names, {case.strategy for case in cases})
     grouped = tuple(by_reason(left_out))
     return VerificationPlan(references, tuple(cases), tuple(refused), grouped, tuple(notes), not_covered)
@@ -221,7 +221,7 @@ def _comparable(config: Config, precision: Precise) -> tuple[Config, list[str]]:
         notes += [f"{key} is ignored in fp32" for key in rounding]
     if config.objective.precompute:
         changed["objective"] = config.objective.model_copy(update={"precompute": False})
-        notes.append("objective.precompute is ignored: a reference of all samples takes longer than these updates")
+        notes.append("objective.precompute is off: the reference of the whole dataset takes longer than these updates")
     if getattr(config.data.train, "shift", 0):
         train = config.data.train.model_copy(update={"shift": 0})
         changed["data"] = changed["data"].model_copy(update={"train": train})

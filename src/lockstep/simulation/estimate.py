@@ -7,11 +7,13 @@ config + ranks  -->  a config for each strategy, with few micro-batches an updat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from lockstep.simulation.timing import StepTime
     from lockstep.strategies.record import Strategy, Variant
 
+T = TypeVar("T")
 Extent = Literal["all", "planned"]
 """The strategies to simulate."""
 
@@ -133,11 +136,7 @@ class Estimator:
                     config = under(self.config, strategy, variant)
                     rows.append(partial(self._estimate, variant.name, config, planned=False))
                     imports.add(strategy.hooks.import_on_cpu)
-        for name in imports - {""}:
-            with suppress(Exception):  # a row that needs it says so
-                resolved(name)(torch.device("cpu"))
-        in_copies = len(rows) > 1 and may_fork()
-        for row in in_forks(rows, count_cores()) if in_copies else (row() for row in rows):
+        for row in side_by_side(rows, imports - {""}):
             yield replace(row, modules=planned.modules)
 
     def planned(self, config: Config) -> Plan:
@@ -262,6 +261,21 @@ class Estimator:
             return self.fits(self.peak(_with(config, change)))
         except (ConfigError, Unpredictable):
             return None
+
+
+def side_by_side(functions: Sequence[Callable[[], T]], imports: Iterable[str] = ()) -> Iterator[T]:
+    """Yield the results of functions, which run in copies of this process, one for each core, if it can be copied.
+
+    Args:
+        imports: Functions that import what the copies need, by name.
+    """
+    if len(functions) > 1 and count_cores() > 1 and may_fork():
+        with patch.dict(os.environ), suppress(Exception):  # a copy says what it lacks
+            for name in imports:
+                resolved(name)(torch.device("cpu"))
+        if may_fork():
+            return in_forks(functions, count_cores())
+    return (function() for function in functions)
 
 
 def taken(peak: Peak) -> int:

@@ -6,6 +6,7 @@ bytes are the tensors'. `lockstep.simulation.reserved` has those that an allocat
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -81,7 +82,8 @@ class _Record:
         self.ledger, self.block = ledger, block
 
     def __del__(self) -> None:
-        self.ledger._set_bytes(self.block, 0)
+        if not sys.is_finalizing():
+            self.ledger._set_bytes(self.block, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,9 @@ def estimate(
     Raises:
         ConfigError: the run would be refused, or there is no such GPU.
     """
-    [(cluster, of_gpu), *_] = parse_clusters(gpus, str(nodes), price)
+    [(cluster, of_gpu), *others] = parse_clusters(gpus, str(nodes), price)
+    if others:
+        raise ConfigError(f"gpus {gpus}: an estimate is of one cluster; ask for each")
     checked, given = _with_length(config, user_objects(objects), length)
     estimator = estimator_of(checked, cluster.ranks, cluster.gpu.memory, given, cluster)
     return estimated(estimator, of_gpu)
@@ -331,7 +333,7 @@ def describe_memory(rows: Sequence[StrategyMemory], memory: int | None) -> str:
         mark = "  <-" if row.planned else ""
         if row.peak is None:
             note = "the same" if row.note == rows[0].note and row != rows[0] else row.note
-            lines.append(f"{row.name:<14}  {note}{mark}")
+            lines.append(f"{row.name:<14}  {note}{'  no' * (row.fits is False)}{mark}")
             continue
         sizes = [*(row.peak.by_category[name] for name in columns), row.peak.bytes]
         sizes += [] if row.peak.reserved is None else [row.peak.reserved.total]

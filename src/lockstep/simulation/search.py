@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from lockstep.config.schema import HuggingFaceModel, Parallel, TransformerModel
 from lockstep.core.errors import ConfigError
 from lockstep.core.formatting import aligned, differing, size
 from lockstep.plan.choosing import TOKEN_BYTES, USABLE, Decision, is_plenty
-from lockstep.simulation.estimate import Estimator, StrategyMemory, estimator_of, even, taken, under
+from lockstep.simulation.estimate import Estimator, StrategyMemory, estimator_of, even, side_by_side, taken, under
 from lockstep.simulation.failing import Unpredictable
 from lockstep.strategies.registry import AUTO, REFERENCE, find_strategy, strategies
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 Goal = Literal["time", "cost", "memory"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
 
-_DEPTH = 4  # blocks of the shallow model, and twice as many of the other: with less, FSDP gathers other blocks at once
+_DEPTH = 4  # blocks of the shallow model, and twice as many of the other; with fewer, FSDP has gathered others ahead
 _LONG = 16384  # tokens of a sequence from which on it may be sharded
 _EXPOSED = 0.1  # of a step; where less is left to hide, a pipeline's bubble takes what it saves
 _EXPOSED_PARTS: tuple[Share, ...] = ("communication", "host", "bubble")
@@ -149,6 +150,13 @@ class _Step(NamedTuple):
     reserved: int
     exposed: float  # seconds in which nothing computes
     computing: float  # seconds of operations, without the optimizer's
+
+
+def _step_of(estimator: Estimator, config: Config) -> _Step:
+    config = config.model_copy(update={"model": estimator.config.model})
+    peak, time = simulated(replace(estimator, config=config, memory=None), config)
+    exposed, computing = (sum(time.parts[part] for part in of) for of in (_EXPOSED_PARTS, _COMPUTING))
+    return _Step(time.seconds, taken(peak), exposed, computing)
 
 
 @dataclass(slots=True)
@@ -292,25 +300,21 @@ class _Search:
         return self._known[key]
 
     def _simulated(self, config: Config) -> _Step:
-        """Return a step; if all blocks are alike, on the line through models of 4 and 8 (of a stage: one and two)."""
+        """Return a step; if all blocks are alike, on the line through models of 4 and 8 (of a stage: two and four)."""
         stages = self.estimator.planned(config).mesh.pipeline
-        depth = _DEPTH if stages == 1 else stages
+        depth = max(_DEPTH, 2 * stages)
         first, second = self._estimator(depth), self._estimator(2 * depth)
         if first is not None and second is not None:
             elements = [_elements(each) for each in (first, second, self.estimator)]
             more, rest = divmod((elements[2] - elements[0]) * depth, elements[1] - elements[0])
             if not rest and more > depth:
-                pairs = zip(*(self._run(each, config) for each in (first, second)), strict=True)
+                self.simulations += 2
+                steps = side_by_side([partial(_step_of, each, config) for each in (first, second)])
+                pairs = zip(*steps, strict=True)
                 seconds, reserved, *others = (low + (high - low) * more / depth for low, high in pairs)
                 return _Step(seconds, int(reserved), *(max(0.0, each) for each in others))
-        return self._run(self.estimator, config)
-
-    def _run(self, estimator: Estimator, config: Config) -> _Step:
         self.simulations += 1
-        config = config.model_copy(update={"model": estimator.config.model})
-        peak, time = simulated(replace(estimator, config=config, memory=None), config)
-        exposed, computing = (sum(time.parts[part] for part in of) for of in (_EXPOSED_PARTS, _COMPUTING))
-        return _Step(time.seconds, taken(peak), exposed, computing)
+        return _step_of(self.estimator, config)
 
     def _estimator(self, depth: int) -> Estimator | None:
         if depth not in self._at_depth:
