@@ -41,7 +41,7 @@ class Cost:
     peak: int = 0
     counts: bool = False
 
-    def see(self, operation: Any, args: Any, kwargs: Any, outputs: Sequence[Tensor]) -> None:
+    def see(self, operation: Any, args: Any, kwargs: Any, outputs: Sequence[Tensor], facts: Any) -> None:
         if not self.counts or operation.is_view or str(operation).startswith(NOT_COUNTED):
             return
         tensors = {id(leaf): leaf for leaf in [*pytree.tree_leaves((args, kwargs)), *outputs] if _is_there(leaf)}

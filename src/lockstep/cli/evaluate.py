@@ -38,15 +38,18 @@ def prepare(arguments: Sequence[str]) -> Prepared:
 
 def _evaluate(args: argparse.Namespace) -> int:
     from lockstep.core.errors import ConfigError
-    from lockstep.training import finished_run
 
     if not args.run.exists():
         raise ConfigError(f"there is no folder {args.run}{did_you_mean_run(args.run)}")
     trust = {name: getattr(args, name) for name in ("trust_remote_code", "trust_run")}
     if args.lm_eval is None:
-        code, metrics = finished_run.evaluate_run(args.run, args.ranks, **trust)
+        from lockstep.training.finished_run import evaluate_run
+
+        code, metrics = evaluate_run(args.run, args.ranks, **trust)
     else:
-        code, metrics = 0, finished_run.evaluate_by_lm_eval(args.run, args.lm_eval.split(","), args.limit, **trust)
+        from lockstep.training.finished_run import evaluate_by_lm_eval
+
+        code, metrics = 0, evaluate_by_lm_eval(args.run, args.lm_eval.split(","), args.limit, **trust)
     if metrics is not None:
         emit({"run": str(args.run), "evaluation": metrics})
     return code
