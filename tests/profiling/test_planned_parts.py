@@ -72,11 +72,12 @@ def test_an_update_is_set_beside_its_plan() -> None:
     split = {"forward": 0.3, "backward": 0.5, "communication": 0.1, "optimizer": 0.06, "host": 0.04}
     gpus = GPUCluster(parse_cluster("H100:8").gpu, 8, 2)
     near = beside_plan(split, step(matmul=0.8, communication=0.09, optimizer=0.05), gpus)
-    assert gives(near, "16 x H100", "940 ms", "1.00 s.")
+    assert gives(near, "1.00 s", "16 x H100", "940 ms")
+    assert "Most" not in near
     slow = beside_plan(split, step(matmul=0.4, communication=0.05, optimizer=0.05), gpus)
-    assert gives(slow, "500 ms", "1.00 s", "communication", "450 ms more")
+    assert gives(slow, "1.00 s", "500 ms", "communication", "+450 ms")
     fast = beside_plan(split, step(matmul=0.9, optimizer=0.5), gpus)
-    assert gives(fast, "1.40 s", "1.00 s", "optimizer", "440 ms less")
+    assert gives(fast, "1.00 s", "1.40 s", "optimizer", "-440 ms")
 
 
 def attempt(**facts: Any) -> Attempt:

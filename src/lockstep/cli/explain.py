@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
     if not is_run(args.run):
         raise not_a_run(args.run)
     refuse_escaping_links(args.run)
-    planned = str if args.gpus is None else partial(_planned, args.run, args.gpus)
+    planned = partial(_planned, args.run, args.gpus)
     explanation = explain(args.run, _profiled(args.run), status_of(args.run).sentence, planned)
     if args.json:
         useful, names = explanation.goodput, ("name", "share", "gain", "fact", "remedy")
@@ -54,8 +54,10 @@ def run(arguments: Sequence[str]) -> int:
 _COMPARED = ("device", "ranks", "micro_size", "strategy", "global_size", "precision")
 
 
-def _planned(run: Path, gpus: str, split: Mapping[str, float]) -> str:
-    """Return the time of a step beside the plan's. Raises ConfigError if the GPUs aren't the run's."""
+def _planned(run: Path, gpus: str | None, split: Mapping[str, float]) -> str:
+    """Return the time of a step beside the plan's, if it is asked for. Raises ConfigError for GPUs of another run."""
+    if gpus is None:
+        return ""
     from lockstep.cli.profile import predicted_step
     from lockstep.core.errors import ConfigError
     from lockstep.monitor.attempts import read_attempts

@@ -115,7 +115,8 @@ def beside_plan(split: Mapping[str, float], step: StepTime, cluster: GPUCluster)
     text = f"A step took {short_time(whole)}; the plan for {cluster} predicts {short_time(step.seconds)}"
     if abs(more[most]) < _NOTABLE * whole:
         return f"{text}."
-    return f"{text}. Most of the difference is in {most} ({'+-'[more[most] < 0]}{short_time(abs(more[most]))})."
+    sign = "-" if more[most] < 0 else "+"
+    return f"{text}. Most of the difference is in {most} ({sign}{short_time(abs(more[most]))})."
 
 
 def _part_of(operator: str) -> Share:
