@@ -70,7 +70,8 @@ def _planned(run: Path, gpus: str | None, split: Mapping[str, float]) -> str:
         return "Measured and predicted times aren't compared: the attempts had other ranks, sizes or strategies."
     cluster = cluster_of_run(attempts[-1], None if gpus == "auto" else gpus)
     if cluster is None:
-        raise ConfigError(f"--gpus auto: {attempts[-1].facts.get('device')} isn't known; name it, such as H100:8")
+        device, known = attempts[-1].facts.get("device"), "H100:8, or the file of lockstep plan --calibrate"
+        raise ConfigError(f"--gpus auto: {device} isn't known; name it, such as {known}")
     step = predicted_step(run, attempts[-1], cluster)
     return f"There is {step}." if isinstance(step, str) else beside_plan(split, step, cluster)
 
