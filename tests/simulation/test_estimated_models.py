@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from simulation.test_peak_memory import NOTHING, decoder, estimator
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 
 from lockstep.assembly.user_objects import user_objects
 from lockstep.simulation import repeats
 from lockstep.simulation.estimate import estimator_of
+from lockstep.simulation.execution import _Chunks
 from lockstep.simulation.memory import MemoryLedger, Watched, resizes_seen
 from lockstep.simulation.updates import peak_of_rank, run_updates
 from lockstep.training.api import resolved
@@ -53,6 +57,24 @@ def test_ddp_sends_the_order_of_the_buckets_of_hundreds_of_parameters() -> None:
     given = user_objects({"model": nn.Sequential(*layers), "train_dataset": sequences()})
     row = next(estimator_of(resolved(config, given), 2, None, given).estimates())
     assert row.peak is not None, row.note
+
+
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 12), st.integers(0, 1))
+def test_chunks_that_are_made_when_read_are_torchs(length: int, width: int, number: int, dim: int) -> None:
+    tensor = torch.arange(length * width).view(length, width)
+    made, torchs = _Chunks(tensor, number, dim), _chunk_with_empty(tensor, number, dim)
+    assert all(torch.equal(made[index], torchs[index]) for index in range(number))
+
+
+def test_a_stage_with_tensor_parallelism_under_fsdp_is_planned() -> None:
+    """The check of tensor parallelism lists the parameters of each module, as a penalty over a whole model would."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    llama = {"model_type": "llama", "vocab_size": 256, **sizes}
+    model = {"kind": "huggingface", "task": "causal-lm", "architecture": llama}
+    parallel = {"strategy": "fsdp", "tensor": 2, "pipeline": 2}
+    [row, *_] = estimator(decoder(model=model, parallel=parallel, launch={"device": "auto"}), 8).estimates("planned")
+    assert row.peak is not None
+    assert row.note == ""
 
 
 def test_the_workspace_of_recurrent_layers_counts() -> None:

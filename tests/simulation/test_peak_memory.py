@@ -6,6 +6,7 @@ The prediction runs the same code without data, so the bytes of each category ar
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,6 +87,20 @@ def test_shards_and_replicas_hold_what_they_should() -> None:
     assert sharded.by_category["parameters"] == pytest.approx(elements, rel=0.02)  # four bytes, over four ranks
     assert whole.by_category["parameters"] == pytest.approx(4 * elements, rel=0.02)
     assert sharded.by_category["optimizer"] == pytest.approx(2 * elements, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp-grad-op", "zero3", "ddp"])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_what_a_rank_keeps_whole_is_at_most_its_peak(name: str, accumulated: int) -> None:
+    """So a strategy that `too_large` leaves out would not fit."""
+    wide = {"kind": "transformer", "vocabulary": 256, "layers": 4, "heads": 4, "width": 256}
+    batch = {"global_size": 8 * accumulated, "micro_size": 1}
+    own = estimator(under(decoder(model=wide, batch=batch, precision={"compute": "bf16"}), *find_variant(name)), 8)
+    peak, elements = own.peak(own.config).bytes, sum(fact.elements for fact in own.parameters)
+    assert not replace(own, memory=peak).too_large(own.config)
+    sharded = 2 * elements  # parameters, gradients and two moments in fp32, over eight ranks
+    whole = {"fsdp": 4 * elements * (accumulated > 1), "fsdp-grad-op": 2 * elements, "ddp": 14 * elements}
+    assert replace(own, memory=sharded + whole.get(name, 0) - elements // 2 - 1).too_large(own.config)
 
 
 def test_ddp_holds_the_gradients_of_several_micro_batches_once() -> None:

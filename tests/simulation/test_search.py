@@ -79,6 +79,17 @@ def test_little_memory_is_answered_by_what_saves_it() -> None:
     assert all("fit" in each.why or "takes" in each.why for each in unfit)
 
 
+def test_one_sample_of_a_rank_that_does_not_fit_is_checkpointed() -> None:
+    config = large(2, "auto", model=sized(8), batch={"global_size": 2}, memory={"loss_chunk": 64})
+    whole, least = (search(estimator(config, cluster(per_node=2)), goal).best for goal in ("time", "memory"))
+    assert whole is not None
+    assert least is not None
+    assert least.reserved is not None
+    found = search(estimator(config, cluster(per_node=2, memory=least.reserved)))
+    assert found.best is not None
+    assert (whole.checkpointing, found.best.checkpointing) == ("none", "full")
+
+
 def test_what_fits_nowhere_is_shown_with_what_is_missing() -> None:
     _, found = found_on(0.6)
     assert found.best is None

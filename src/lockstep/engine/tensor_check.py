@@ -190,7 +190,8 @@ def _used(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     seen: dict[int, tuple[str, Tensor]] = {}
 
     def note(prefix: str, module: nn.Module, inputs: object) -> None:
-        seen.update((id(item), (name, item)) for name, item in module.named_parameters(prefix=prefix))
+        parameters = nn.Module.named_parameters(module, prefix=prefix)  # of a stage, the module's own watches for sums
+        seen.update((id(item), (name, item)) for name, item in parameters)
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():

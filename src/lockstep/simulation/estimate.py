@@ -37,7 +37,7 @@ from lockstep.simulation.reserved import reserved_of
 from lockstep.simulation.timing import step_time
 from lockstep.simulation.trace import StepTrace
 from lockstep.simulation.updates import UPDATES, peak_of_rank
-from lockstep.strategies.record import resolved
+from lockstep.strategies.record import ELEMENT_BYTES, resolved
 from lockstep.strategies.registry import find_strategy, strategies, written_name
 
 if TYPE_CHECKING:
@@ -146,13 +146,25 @@ class Estimator:
         return plan if self.has_length else replace(plan, steps=None)
 
     def too_large(self, config: Config) -> str:
-        """Return why a rank can't even hold the training state; empty: it may."""
+        """Return why a rank can't even hold the training state, and what it keeps whole; empty: it may."""
         plan = self.planned(config)
-        strategy, state = find_strategy(plan.strategy), plan.placement.total
-        options = strategy.options_of(config.parallel)
-        if self.memory is None or state <= self.memory or strategy.memory.offloads(options):
+        strategy = find_strategy(plan.strategy)
+        options, sharding = strategy.options_of(config.parallel), strategy.variant(config.parallel).state
+        if self.memory is None or strategy.memory.offloads(options):
             return ""
-        return f"its training state alone takes {size(state)}"
+        gathered, reduced = strategy.memory.element_bytes(options)
+        state = plan.placement
+        parts = {"training state": state.total}
+        if sharding.stays_gathered:
+            width = gathered or ELEMENT_BYTES.get(config.precision.compute, 4)
+            elements = sum(each.elements for each in self.parameters if not each.quantized)
+            parts["gathered parameters"] = width * elements // plan.mesh.pieces
+        if sharding.gradients and plan.batch.accumulation > 1 and strategy.memory.accumulates_whole(options):
+            elements = sum(each.elements for each in self.parameters if each.trainable)
+            parts["whole gradients"] = reduced * elements // plan.mesh.pieces - state.gradients
+        if (held := sum(parts.values())) <= self.memory:
+            return ""
+        return f"its {' and '.join(parts)} alone take{'s' * (len(parts) == 1)} {size(held)}"
 
     def _estimate(self, name: str, config: Config, *, planned: bool) -> StrategyMemory:
         refusal, traces = "", list[StepTrace]()

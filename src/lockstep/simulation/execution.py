@@ -325,9 +325,26 @@ def _replacements(execution: Execution) -> list[tuple[str, Any]]:
         ("lockstep.checkpoint.snapshot.page_locked", execution.lock_pages),
         ("lockstep.checkpoint.snapshot.copy", execution.copy),
         ("torch.utils.swap_tensors", _swap),  # torch's refuses tensors with weak references, which these have
+        # makes a view for each rank of each parameter
+        ("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", _Chunks),
         # compares shapes over ranks by reading memory in C++
         ("torch.nn.parallel.distributed._verify_param_shape_across_processes", lambda *unused: None),
     ]
+
+
+class _Chunks:
+    """The chunks of a tensor as `torch.chunk` makes them, and empty ones after them; each is made when it is read."""
+
+    def __init__(self, tensor: Tensor, number: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.size(dim) // number)
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = index * self._size
+        rest = self._tensor.size(self._dim) - start
+        if rest <= 0:
+            return self[0].new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._size, rest))
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

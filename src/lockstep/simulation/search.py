@@ -115,12 +115,14 @@ def _layouts(config: Config, cluster: GPUCluster, length: int) -> Iterator[tuple
     base = config.model_copy(update={"parallel": Parallel.model_validate(plain)})
     ranks = cluster.ranks
     own = [each for each in strategies() if bool(each.combines.one_process) == (ranks == 1)]
-    replicates = False
+    known = set[tuple[object, ...]]()
     for strategy in own:
         for variant in strategy.variants:
-            if variant.mesh == "replicas" and replicates:
-                continue  # another that shards nothing computes and sends the same
-            replicates |= variant.mesh == "replicas"
+            state = variant.state
+            kind = (variant.mesh, state.parameters, state.gradients, state.optimizer, state.stays_gathered)
+            if kind in known:
+                continue  # another that shards the same computes and sends the same
+            known.add(kind)
             if variant.mesh != "hybrid":
                 yield variant.name, under(base, strategy, variant)
             elif cluster.nodes > 1:
@@ -176,6 +178,10 @@ class _Search:
     _lines: dict[str, tuple[float, float]] = field(default_factory=dict)  # bytes beside the state, and for a sample
     _slow: set[str] = field(default_factory=set)  # layouts, without their degrees
 
+    @property
+    def _bounded(self) -> Estimator:
+        return replace(self.estimator, memory=self.memory)
+
     def look_at(self, name: str, config: Config) -> None:
         """Simulate a layout's modes as far as they may be better than the best."""
         try:
@@ -187,7 +193,7 @@ class _Search:
         share = plan.batch.micro_size
         state = plan.placement.total
         strategy = find_strategy(plan.strategy)
-        if why := replace(self.estimator, memory=self.memory).too_large(config):
+        if why := self._bounded.too_large(config):
             self._note(name, config, share, None, state, why)
             return
         kind = "".join(letter for letter in name if not letter.isdigit())
@@ -213,8 +219,9 @@ class _Search:
 
     def _cannot_win(self, kind: str, plan: Plan) -> str:
         """Return why a layout can't be faster than the best; empty: it may be."""
-        if kind in self._slow:
-            return "slower: with a smaller degree it was"
+        axes = set(kind.split(" x ")[:-1])
+        if kind in self._slow or any(set() < set(other.split(" x ")[:-1]) < axes for other in self._slow):
+            return "slower: with a smaller degree, or without its second axis, it was"
         stages = plan.mesh.pipeline
         waits = (stages - 1) / (-(-plan.batch.global_size // plan.mesh.shares) + stages - 1)
         if self._least("none", plan.batch.micro_size // plan.mesh.pieces) / (1 - waits) >= _WORTH * self.best:
@@ -244,8 +251,10 @@ class _Search:
             if line is None:
                 whole = self._evaluate(name, plain, share)
                 exposed = exposed or whole.exposed
-                if whole.reserved <= self.memory or share == 1 or whole.seconds >= _WORTH * self.best:
+                if whole.reserved <= self.memory or whole.seconds >= _WORTH * self.best:
                     return  # smaller micro-batches and further modes take longer
+                if share == 1:
+                    continue
                 if plain.batch.micro_size != AUTO:
                     return
                 if fixed is None:  # by what saves most beside the mode: with one micro-batch, nothing is accumulated
@@ -261,6 +270,9 @@ class _Search:
                 self._note(name, config, 1, None, more, "")
                 continue
             samples = even(share, max(1, int(most)))
+            if why := self._bounded.too_large(config.with_values(batch={"micro_size": samples})):
+                self._note(name, config, samples, None, None, why)
+                continue
             if plain is not config and samples <= reached:
                 continue  # what saves memory beside the mode only takes time
             if is_plain and self._least(mode, samples) + exposed >= _WORTH * self.best:

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 from torch import nn
 
+from lockstep.core.process_settings import paused_collection
 from lockstep.core.progress import Progress
 from lockstep.loop.components import Purpose
 from lockstep.loop.session import components_of
@@ -49,7 +50,7 @@ def peak_of_rank(
     Args:
         trace: Receives the work of the last update.
     """
-    with simulated_rank(rank, ranks, device_type=device_type) as simulated:
+    with paused_collection(), simulated_rank(rank, ranks, device_type=device_type) as simulated:
         ledger, watchers = MemoryLedger(device_type), simulated.execution.watchers
         if device_type != "cpu":
             watchers.append(ledger.see)

@@ -105,13 +105,13 @@ _SETTINGS: dict[str, tuple[MeshKind, Callable[[Update], Traffic]]] = {
 def _variant(name: str, setting: str, note: str, replicated: str = "") -> Variant:
     """Return the variant of a `sharding_strategy`; `replicated`: the one that does the same in several replicas."""
     mesh, sends = _SETTINGS[setting]
-    shards = mesh != "replicas"
+    shards, stays = mesh != "replicas", sends is _grad_op
     return Variant(
         name=name,
         title="" if mesh == "hybrid" else f"fsdp with {setting}",
         options={"sharding_strategy": setting},
         mesh=mesh,
-        state=StateSharding(note, parameters=shards, gradients=shards, optimizer=shards),
+        state=StateSharding(note, parameters=shards, gradients=shards, optimizer=shards, stays_gathered=stays),
         sends=sends,
         replicated=replicated and f"parallel.fsdp.sharding_strategy: {replicated}",
     )
@@ -139,6 +139,7 @@ STRATEGY = Strategy(
     ),
     memory=MemoryUse(
         offloads=lambda options: options.cpu_offload,
+        accumulates_whole=lambda options: options.reduce_every == "update",
         saves_memory={"reduce_every": "micro-batch"},
         element_bytes=lambda options: (
             ELEMENT_BYTES.get(options.mixed_precision.param_dtype),

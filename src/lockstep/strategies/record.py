@@ -142,6 +142,7 @@ class StateSharding:
 
     Attributes:
         note: What it means, in a sentence.
+        stays_gathered: Sharded parameters are whole on each rank from the forward to the backward.
         masters: Each rank holds a second copy of the values that it updates.
         gradient_copies: Copies of gradients on a rank, given the options.
         kept_whole: `module:function`: (options, elements of each parameter) -> which ones are also whole on each rank.
@@ -154,6 +155,7 @@ class StateSharding:
     masters: bool = False
     gradient_copies: Callable[[Any], int] = lambda options: 1
     kept_whole: str = ""
+    stays_gathered: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +239,7 @@ class MemoryUse:
     Attributes:
         holds_everything: Each rank has the whole training state.
         offloads: Whether the options ask for offloading.
+        accumulates_whole: Whether, given the options, an update of several micro-batches keeps its gradients whole.
         saves_memory: Options that save memory in a step of several micro-batches: name -> value.
         element_bytes: Bytes of an element of what is gathered (None: as used), and reduced.
         in_fp32: Frozen parameters are in fp32, too.
@@ -244,6 +247,7 @@ class MemoryUse:
 
     holds_everything: bool = False
     offloads: Callable[[Any], bool] = lambda options: False
+    accumulates_whole: Callable[[Any], bool] = lambda options: False
     saves_memory: Mapping[str, str] = field(default_factory=dict)
     element_bytes: Callable[[Any], tuple[int | None, int]] = lambda options: (4, 4)
     in_fp32: bool = False
