@@ -39,6 +39,16 @@ def test_help_imports_nothing_heavy(words: str) -> None:
     assert _modules_after(words.split()) == (0, set())
 
 
+def test_a_single_process_imports_no_dtensors() -> None:
+    """They take half a second, and so does torch's compiler."""
+    code = (
+        "import sys, lockstep.training.job, lockstep.assembly.planning; "
+        "print({'torch.distributed.tensor', 'torch.distributed.fsdp', 'torch._dynamo'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
 def test_a_config_is_checked_for_a_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     command_line = ["config", "check", "stdlib-lm", "--parallel.context", "2", "--ranks"]
     assert main([*command_line, "4"]) == 0

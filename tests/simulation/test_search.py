@@ -51,7 +51,10 @@ def merged(config: Config, overlay: Mapping[str, Any], folder: Path) -> Config:
 
 def test_the_found_config_is_the_fastest_and_fits(tmp_path: Path) -> None:
     own, found = found_on(40, ranks=2)
-    best = found.best
+    shown: list[tuple[str, float, int]] = []
+    best = search(own, show=lambda *values: shown.append(values)).best
+    assert best == found.best
+    assert {"ddp", "fsdp"} <= {name.partition(",")[0] for name, *_ in shown}, "a terminal shows them at once"
     assert best is not None
     assert best.seconds is not None
     assert best.reserved is not None

@@ -241,9 +241,20 @@ def test_the_instance_types_of_clouds() -> None:
     assert price.per_hour == 98 / 8, "of a GPU, where the cloud names the instance's"
 
 
+def test_a_range_of_gpus_or_nodes_doubles() -> None:
+    of = parse_clusters("L4:1..4,p5.48xlarge", "1..6", "1USD,98USD")
+    sizes = [(cluster.per_node, cluster.nodes, price and price.per_hour) for cluster, price in of]
+    assert sizes == [(gpus, nodes, 1) for gpus in (1, 2, 4) for nodes in (1, 2, 4, 6)] + [
+        (8, nodes, 98 / 8) for nodes in (1, 2, 4, 6)
+    ]
+    assert [cluster.nodes for cluster, _ in parse_clusters("H100:8", "3..3")] == [3]
+
+
 @pytest.mark.parametrize(
     ("words", "values"),
     [
+        (("--gpus", "H100:8", "--nodes", "4..2"), ("4..2", "1..8")),
+        (("--gpus", "H100:0..8"), ("H100:0..8", "H100:8")),
         (("--gpus", "H10:8"), ("H10", "H100")),
         (("--gpus", "H100"), ("H100", "H100:8")),
         (("--gpus", "g6"), ("g6", "H100:8", "g6.xlarge", "g6.2xlarge")),

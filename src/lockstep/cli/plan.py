@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.cli.arguments import CONFIG_EPILOG, Parser, Prepared, add_run, approved_config, path, size
 from lockstep.core.errors import ConfigError, RunFailed
+from lockstep.core.formatting import size as shown_size
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import command_line, echo, muted_stderr
 from lockstep.plan.gpus import parse_clusters
@@ -35,9 +36,11 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     add_run(parser, "as if started on N ranks; with --measure, processes on this machine")
     text = "memory of each rank, such as 80GiB; by default this machine's, if it has devices or cores for all"
     parser.add_argument("--memory", type=size, metavar="SIZE", help=text)
-    text = "GPUs of a node, as H100:8, p5.48xlarge or FILE.toml:NAME:8: show a step's time there; several: H100:8,L4:8"
+    text = (
+        "GPUs of a node, as H100:8, p5.48xlarge or FILE.toml:NAME:8: show a step's time there; several: H100:8,L4:1..8"
+    )
     parser.add_argument("--gpus", metavar="NAME:N", help=text)
-    parser.add_argument("--nodes", metavar="N", help="with --gpus: nodes, or several numbers: 1,2,4; default 1")
+    parser.add_argument("--nodes", metavar="N", help="with --gpus: nodes, or several numbers: 1,2,4 or 1..8; default 1")
     text = "with --gpus: of a GPU, or of the instance, for an hour, such as 2.5USD; or a list, one for each of --gpus"
     parser.add_argument("--price", metavar="PRICE", help=text)
     text = "with --gpus: find the best strategy, micro-batch and activation checkpointing that fit, as an overlay"
@@ -194,13 +197,19 @@ def _write_page(
         echo(f"\n{page}")
 
 
+def _show_ahead(args: argparse.Namespace, config: str, seconds: float, reserved: int) -> None:
+    """Show on a terminal what is known before the table."""
+    if sys.stdout.isatty() and not args.json:
+        echo(f"{config}: {1000 * seconds:,.1f} ms, {shown_size(reserved)}", flush=True)
+
+
 def _search(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     from lockstep.simulation.planning import NO_LENGTH, run_of
     from lockstep.simulation.search import describe, search
 
     [(cluster, price)] = args.clusters
     with muted_stderr():  # of torch's remarks on a device that it doesn't know
-        result = search(_estimator_on(cluster, args, loaded), args.goal)
+        result = search(_estimator_on(cluster, args, loaded), args.goal, partial(_show_ahead, args))
     estimate = run_of(result, cluster, price)
     costs: Mapping[str, float] = {} if estimate is None else estimate.costs
     if not args.json:
@@ -240,6 +249,7 @@ def _plan(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
     memory = args.memory if args.memory or cluster is None else cluster.gpu.memory
     decision: Any = (None, "")
     if args.peak != "none":
+        from lockstep.simulation.estimate import taken
         from lockstep.simulation.planning import (
             decision_of,
             describe_memory,
@@ -257,7 +267,11 @@ def _plan(args: argparse.Namespace, loaded: LoadedConfig, name: str) -> int:
         echo(f"{name}\n{describe(plan)}", flush=True)
     values = as_json(plan) if args.json else {}
     if args.peak != "none":
-        rows = list(estimates_of(estimator, decision[0], args.peak))
+        rows = []
+        for row in estimates_of(estimator, decision[0], args.peak):
+            rows.append(row)
+            if row.time is not None and row.peak is not None:
+                _show_ahead(args, row.name, row.time.seconds, taken(row.peak))
         values["strategies"] = [row.as_json() for row in rows]
         if not args.json:
             echo(f"\n{describe_memory(rows, estimator.memory)}", flush=True)

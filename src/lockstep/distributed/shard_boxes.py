@@ -364,7 +364,7 @@ def bits(tensor: Tensor) -> Tensor:
     return flat.view(torch.int32) if tensor.dtype.itemsize % 4 == 0 else flat.view(torch.uint8)
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor | None) -> bool:
     """Return whether it is a DTensor or another shard, without importing DTensors."""
     return getattr(type(tensor), "__create_chunk_list__", None) is not None
 

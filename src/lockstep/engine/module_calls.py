@@ -6,7 +6,6 @@ import re
 import traceback
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from lockstep.core.errors import ConfigError, Problem
 
@@ -24,6 +23,8 @@ def forward_called(name: str, key: str, remedy: str = "") -> ConfigError:
 def not_gathered(model: nn.Module, error: Exception) -> ConfigError | None:
     """Return the error for weights that are used while fsdp or ZeRO 3 has them sharded; None: it has other reasons."""
     is_zero3 = any("ds_tensor" in vars(parameter) for parameter in model.parameters())
+    from torch.distributed.fsdp import FSDPModule  # takes half a second, and only a failure needs it
+
     known = _OF_ZERO3 if is_zero3 else _OF_FSDP if isinstance(model, FSDPModule) else None
     if known is None or not isinstance(error, RuntimeError | AttributeError) or not known.search(str(error)):
         return None

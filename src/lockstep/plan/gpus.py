@@ -91,28 +91,38 @@ def parse_price(text: str) -> Price:
 def parse_clusters(gpus: str, nodes: str = "1", price: str | None = None) -> list[tuple[GPUCluster, Price | None]]:
     """Return each GPU of a list on each number of nodes of another, with its price: one for all, or one for each GPU.
 
-    The price of an instance type is the instance's; it is divided by its GPUs.
+    A range doubles: `1..8` is 1, 2, 4, 8. The price of an instance type is the instance's; it is divided by its GPUs.
 
     Raises:
-        ConfigError: `H100:8,L4:8`, `1,2,4` or `2.5USD,0.8USD` is written otherwise.
+        ConfigError: `H100:8,L4:1..8`, `1,2,4` or `2.5USD,0.8USD` is written otherwise.
     """
-    names, counts = gpus.split(","), nodes.split(",")
+    names, counts = gpus.split(","), [count for each in nodes.split(",") for count in _doubled(each)]
     prices = [] if price is None else [parse_price(each) for each in price.split(",")]
     if prices and len(prices) not in (1, len(names)):
         raise ConfigError(f"--price {price}: write one price, or one for each of the {len(names)} GPUs of --gpus")
     if len({each.currency for each in prices}) > 1:
         raise ConfigError(f"--price {price}: write all prices in one currency")
     if not all(each.isdecimal() for each in counts):
-        raise ConfigError(f"--nodes {nodes}: write a number, or several, such as 1,2,4")
+        raise ConfigError(f"--nodes {nodes}: write a number, or several, such as 1,2,4 or 1..8")
     by_gpu: Sequence[Price | None] = (prices if len(prices) > 1 else prices * len(names)) or [None] * len(names)
     rows = []
     for name, own in zip(names, by_gpu, strict=True):
-        for cluster in (parse_cluster(name, int(count)) for count in counts):
+        gpu, colon, number = name.rpartition(":")
+        sizes = [f"{gpu}{colon}{size}" for size in _doubled(number)]
+        for cluster in (parse_cluster(size, int(count)) for size in sizes for count in counts):
             share = cluster.per_node if cluster.instance else 1
             rows.append((cluster, None if own is None else replace(own, per_hour=own.per_hour / share)))
     if len(prices) == 1 and len({bool(cluster.instance) for cluster, _ in rows}) > 1:
         raise ConfigError(f"--price {price}: of an instance or of a GPU? write one for each of {gpus}")
     return rows
+
+
+def _doubled(text: str) -> list[str]:
+    match = re.fullmatch(r"(\d+)\.\.(\d+)", text)
+    first, last = map(int, match.groups()) if match else (0, 0)
+    if not 0 < first <= last:
+        return [text]
+    return [*(str(first << power) for power in range(last.bit_length()) if first << power < last), str(last)]
 
 
 def parse_cluster(text: str, nodes: int = 1) -> GPUCluster:

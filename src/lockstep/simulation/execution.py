@@ -33,6 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.simulation import device, kernels, repeats
 from lockstep.simulation.failing import is_users, place
+from lockstep.simulation.repeats import Call, tensors_in
 
 aten, prim = torch.ops.aten, torch.ops.prim
 
@@ -54,10 +55,6 @@ _HERE = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
 _ABSENT = object()  # a slot without a value
 _FRAMES = 3  # of the product that a location names
-
-Watcher = Callable[[Any, tuple[Any, ...], dict[str, Any], Sequence[Tensor], dict[str, Any]], None]
-"""Called after an operation with tensors on the device: operation, arguments, named arguments, results, and what
-watchers have found out about it; that is kept for the same operation with arguments of the same shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,7 @@ class Execution(TorchDispatchMode):
         self._large = _SMALL_ON_CPU if place == "cpu" else _LARGE
         self.syncs: list[HostSync] = []
         self.page_locked: list[tuple[int, str]] = []
-        self.watchers: list[Watcher] = []
+        self.watchers: list[Callable[[Call], None]] = []
         self._values: Any = WeakIdKeyDictionary()
 
     @classmethod
@@ -143,7 +140,7 @@ class Execution(TorchDispatchMode):
             with _disable_current_modes():
                 result = func(*args, **kwargs)
             if self._place == "cpu":
-                self._show(func, args, kwargs, _tensors(result), {})
+                self._show(Call(func, args, kwargs, tensors_in(result), {}))
             return result
         read = self._read(func, args, kwargs) if func in _READS else None
         if read is not None:
@@ -158,26 +155,19 @@ class Execution(TorchDispatchMode):
         else:
             args, kwargs = pytree.tree_map(self._without_data, (args, kwargs))
             result = kernels.run(func, args, kwargs, self._without_data)
-            outputs = _tensors(result)
+            outputs = tensors_in(result)
             if key is not None:
                 repeats.remember(key, func, args, kwargs, result, _is_small)
         if repeat is None or repeat.is_small:
             self._compute(func, args, kwargs, [output for output in outputs if isinstance(output, FakeTensor)])
         else:
             self._forget_values(outputs)
-        self._show(func, args, kwargs, outputs, {} if repeat is None else repeat.facts)
+        self._show(Call(func, args, kwargs, outputs, {} if repeat is None else repeat.facts))
         return result
 
-    def _show(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        outputs: Sequence[Tensor],
-        facts: dict[str, Any],
-    ) -> None:
+    def _show(self, call: Call) -> None:
         for watcher in self.watchers:
-            watcher(func, args, kwargs, outputs, facts)
+            watcher(call)
 
     def _makes_shape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         place = torch.device(kwargs.get("device") or "cpu").type
@@ -306,10 +296,6 @@ def _kinds(types: tuple[type, ...]) -> tuple[bool, bool]:
 
 def _is_small(tensor: Tensor) -> bool:
     return tensor.numel() <= (_SMALL_INT32 if tensor.dtype is torch.int32 else _SMALL)
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
 def _replacements(execution: Execution) -> list[tuple[str, Any]]:

@@ -26,6 +26,7 @@ from torch.futures import Future
 
 from lockstep.distributed import host_group
 from lockstep.simulation import device
+from lockstep.simulation.repeats import tensors_in
 
 BACKENDS = {device.NAME: "simulated", "cpu": "simulated_cpu"}
 """Names of the backends, by the type of their device."""
@@ -168,14 +169,14 @@ class SimulatedGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def _issue(self, name: str, inputs: Any, outputs: Any = (), options: Any = None) -> None:
-        tensors = [*_tensors(inputs), *_tensors(outputs)]
+        tensors = [*tensors_in(inputs), *tensors_in(outputs)]
         wrong = next((tensor for tensor in tensors if tensor.device.type != self.device_type), None)
         if wrong is not None:
             raise WrongDevice(
                 f"{name} of a group for {self.device_type} tensors got one on {wrong.device}: "
                 f"{wrong.dtype} {list(wrong.shape)}"
             )
-        size = sum(tensor.nbytes for tensor in _tensors(inputs))
+        size = sum(tensor.nbytes for tensor in tensors_in(inputs))
         self.issued.append(Collective(name, self._size, size))
         if listener is not None:
             whole = size * self._size if name == "all_gather" else size
@@ -200,12 +201,6 @@ class SimulatedHostGroup:
 
     def numbers(self, own: int) -> list[int]:
         return [own] * self._ranks
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    return [tensor for value in values for tensor in _tensors(value)]
 
 
 def _done(result: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from lockstep.distributed.shard_boxes import local_tensor
 from lockstep.simulation import device
+from lockstep.simulation.repeats import Call, tensors_in
 from lockstep.simulation.trace import Change
 
 if TYPE_CHECKING:
@@ -114,15 +115,9 @@ class MemoryLedger:
         self._parameter_shapes: set[tuple[int, ...]] = set()
         self._gathered_sizes: set[int] = set()
 
-    def see(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        outputs: Sequence[Tensor],
-        facts: object = None,
-    ) -> None:
+    def see(self, call: Call) -> None:
         """Record the blocks that an operation has made."""
+        func, args, kwargs, outputs, _ = call
         sends = _sends(func)
         for tensor in outputs:
             if tensor.device.type != self._device_type:
@@ -137,7 +132,7 @@ class MemoryLedger:
             if sends:
                 block.category = "communication"
         if sends:
-            for tensor in _flat(kwargs.get("out")):
+            for tensor in tensors_in(kwargs.get("out")):
                 if (block := self._block_of(tensor.untyped_storage())) is not None:
                     block.category = "communication"
 
@@ -235,7 +230,7 @@ class MemoryLedger:
             return self._forwards[-1]
         if not block.in_backward:
             return ""
-        inputs = [self._block_of(tensor.untyped_storage()) for tensor in _flat(args)]
+        inputs = [self._block_of(tensor.untyped_storage()) for tensor in tensors_in(args)]
         known = [each for each in inputs if each is not None and each.module]
         return min(known, key=lambda each: each.in_backward).module if known else ""
 
@@ -317,9 +312,9 @@ class Watched(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d" and not _is_point_to_point(func) and _has_threads(_flat(args)):
+        if func.namespace == "c10d" and not _is_point_to_point(func) and _has_threads(tensors_in(args)):
             self._finish(result)
-        self._ledger.see(func, args, kwargs or {}, _flat(result))
+        self._ledger.see(Call(func, args, kwargs or {}, tensors_in(result), {}))
         return result
 
     def _finish(self, result: Any) -> None:
@@ -345,9 +340,3 @@ def _is_point_to_point(func: Any) -> bool:
 @cache
 def _sends(func: Any) -> bool:
     return any(name in func.name() for name in _COMMUNICATION)
-
-
-def _flat(values: Any) -> list[Tensor]:
-    if isinstance(values, Tensor):
-        return [values]
-    return [tensor for value in values for tensor in _flat(value)] if isinstance(values, list | tuple) else []

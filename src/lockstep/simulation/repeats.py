@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,23 @@ _UNREPEATABLE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 _CHANGES_ITS_INPUT = ("set_", "resize_", "resize_as_", "set_data", "lift", "lift_fresh", "lift_fresh_copy", "rename_")
 
 Key = tuple[object, ...]
+
+
+class Call(NamedTuple):
+    """An operation that has run; `facts` holds what else is found out about it, for all calls with these shapes."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: Sequence[Tensor]
+    facts: dict[str, Any]
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors in arguments or results of an operation, in order."""
+    if isinstance(values, Tensor):
+        return [values]
+    return [tensor for value in values for tensor in tensors_in(value)] if isinstance(values, list | tuple) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +128,7 @@ def remember(
         return
     container = type(result) if type(result) in (list, tuple) else None
     values = result if container is not None else [] if result is None else [result]
-    inputs = [value for value in (*_flat(args), *_flat(tuple(kwargs.values()))) if isinstance(value, FakeTensor)]
+    inputs = [tensor for tensor in tensors_in([args, *kwargs.values()]) if isinstance(tensor, FakeTensor)]
     outputs = tuple(None if value is None else _output_of(value, args, inputs) for value in values)
     if any(output is None and value is not None for output, value in zip(outputs, values, strict=True)):
         return
@@ -174,10 +191,3 @@ def _made(output: _Output, args: tuple[Any, ...], mode: FakeTensorMode) -> FakeT
     made.__dict__.update(output.state)
     made.fake_mode = mode
     return made
-
-
-def _flat(values: Sequence[Any]) -> list[Any]:
-    flat = []
-    for value in values:
-        flat += _flat(value) if isinstance(value, list | tuple) else [value]
-    return flat

@@ -11,7 +11,7 @@ the found    is simulated whole, and the next one if it doesn't fit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
@@ -93,14 +93,19 @@ class Found:
         return {"candidates": [each.as_json() for each in all_of], "simulations": self.simulations}
 
 
-def search(estimator: Estimator, goal: Goal = "time") -> Found:
+def search(
+    estimator: Estimator, goal: Goal = "time", show: Callable[[str, float, int], None] = lambda *unused: None
+) -> Found:
     """Return the best config on the estimator's cluster, where the cheapest is the fastest.
+
+    Args:
+        show: Gets the name, the seconds of a step and the reserved bytes of each config that is simulated.
 
     Raises:
         ConfigError: No layout can train the config.
     """
     assert estimator.cluster is not None, "there are GPUs to search on"
-    finder = _Search(estimator, _usable(estimator), goal)
+    finder = _Search(estimator, _usable(estimator), goal, show=show)
     for name, config in _layouts(estimator.config, estimator.cluster, estimator.facts.tokens_per_sample or 0):
         finder.look_at(name, config)
     if not finder.seen:
@@ -167,6 +172,7 @@ class _Search:
     memory: int
     goal: Goal
     automatic: bool = False  # what the config sets stays
+    show: Callable[[str, float, int], None] = lambda *unused: None
     seen: list[tuple[Config, Candidate]] = field(default_factory=list)
     best: float = float("inf")
     exposed: float = 1.0  # of the best step: the share in which nothing computes
@@ -307,6 +313,7 @@ class _Search:
                 mode = config.memory.activation_checkpointing.mode
                 self.computing[mode, samples] = min(step.computing, self.computing.get((mode, samples), step.computing))
             self._note(name, config, samples, step.seconds, step.reserved, "")
+            self.show(title(self.seen[-1][1]), step.seconds, step.reserved)
             if step.reserved <= self.memory and step.seconds < self.best:
                 self.best, self.exposed = step.seconds, step.exposed / step.seconds
         return self._known[key]

@@ -19,10 +19,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from lockstep.simulation import device, groups
+from lockstep.simulation.repeats import Call, tensors_in
 
 Part = Literal["matmul", "attention", "memory", "optimizer"]
 """Products of matrices and convolutions; attention; what only moves bytes; the optimizer's step."""
@@ -124,16 +124,10 @@ class StepTrace:
         self.entries.append(Order("join", self._stream()))
         self.in_optimizer = True
 
-    def see(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        outputs: Sequence[Tensor],
-        facts: dict[str, Any],
-    ) -> None:
+    def see(self, call: Call) -> None:
         """Record an operation: a watcher of `Execution`."""
-        places = {tensor.device.type for tensor in outputs or _tensors(args)}
+        func, args, kwargs, outputs, facts = call
+        places = {tensor.device.type for tensor in outputs or tensors_in(args)}
         if self._in_collective or self.device_type not in places:
             return
         if func.namespace == "_c10d_functional":
@@ -225,7 +219,7 @@ def operation_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ou
         flops = flop_registry[packet](*args, **kwargs, out_val=result)
     elif shape is not None:
         flops = 2 * math.prod(shape)
-    width = min((tensor.element_size() for tensor in _tensors(args) if tensor.is_floating_point()), default=4)
+    width = min((tensor.element_size() for tensor in tensors_in(args) if tensor.is_floating_point()), default=4)
     name = f"{packet._qualified_op_name.partition('::')[2]} {width}"
     part: Part = "matmul" if flops else "memory"
     sizes, times = (moved,), 1
@@ -292,18 +286,14 @@ def _shape(packet: Any, args: tuple[Any, ...], outputs: Sequence[Tensor]) -> tup
 
 def _bytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> int:
     packet = func._overloadpacket
-    written = _size(outputs) + _size(_tensors(kwargs.get("out")))
+    written = _size(outputs) + _size(tensors_in(kwargs.get("out")))
     if packet in _GATHERS:
         return 2 * written
     if func.name().startswith("fsdp::all_gather_copy_in"):
-        return 2 * _size(_tensors(args[0]))
-    read = _size(_tensors(args[1:] if packet in _WRITES else args))
-    return read + (written or _size(_tensors(args)))
+        return 2 * _size(tensors_in(args[0]))
+    read = _size(tensors_in(args[1:] if packet in _WRITES else args))
+    return read + (written or _size(tensors_in(args)))
 
 
 def _size(tensors: Sequence[Tensor]) -> int:
     return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]

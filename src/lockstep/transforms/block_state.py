@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _StopRecomputationError
 
 from lockstep.core.errors import ConfigError, Problem
+from lockstep.distributed.shard_boxes import is_sharded
 
 _KEY = "memory.activation_checkpointing"
 _PLAIN = (bool, int, float, str, type(None))
@@ -70,7 +70,7 @@ class StateGuard:
         FSDP's own exchange of a unit's shards for whole parameters, and back, aside.
         """
         pairs = [(now, then) for now, then in zip(self.weights(), before, strict=True) if now is not then]
-        if any(isinstance(now, DTensor) == isinstance(then, DTensor) for now, then in pairs):
+        if any(is_sharded(now) == is_sharded(then) for now, then in pairs):
             raise _refusal(
                 f"{self._name} is called with other tensors than its parameters (torch.func.functional_call)"
             )
