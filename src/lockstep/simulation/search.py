@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lockstep.config.schema import HuggingFaceModel, Parallel, TransformerModel
 from lockstep.core.errors import ConfigError
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from lockstep.simulation.trace import StepTrace
 
 Goal = Literal["time", "cost", "memory"]
-GOALS: tuple[Goal, ...] = get_args(Goal)
 
 _DEPTH = 4  # blocks of the shallow model, and twice as many of the other; with fewer, FSDP has gathered others ahead
 _LONG = 16384  # tokens of a sequence from which on it may be sharded
@@ -162,6 +161,8 @@ class _Step(NamedTuple):
 def _step_of(estimator: Estimator, config: Config) -> _Step:
     config = config.model_copy(update={"model": estimator.config.model})
     peak, time = simulated(replace(estimator, config=config, memory=None), config)
+    if time is None:  # on unknown devices fewer micro-batches are faster
+        return _Step(float(estimator.planned(config).batch.accumulation), taken(peak), 0.0, 0.0)
     exposed, computing = (sum(time.parts[part] for part in of) for of in (_EXPOSED_PARTS, _COMPUTING))
     return _Step(time.seconds, taken(peak), exposed, computing)
 
@@ -199,7 +200,7 @@ class _Search:
         share = plan.batch.micro_size
         state = plan.placement.total
         strategy = find_strategy(plan.strategy)
-        if why := self._bounded.too_large(config):
+        if not self.automatic and (why := self._bounded.too_large(config)):
             self._note(name, config, share, None, state, why)
             return
         kind = "".join(letter for letter in name if not letter.isdigit())
@@ -377,7 +378,7 @@ class _Search:
                 self.simulations += 1  # a deeper model may peak at another moment, above the line of shallow ones
                 peak, time = simulated(replace(self.estimator, config=config), config)
                 fits = self.estimator.fits(peak) and not (peak.reserved and peak.reserved.releases)
-                known = replace(candidate, seconds=time.seconds, reserved=taken(peak))
+                known = replace(candidate, seconds=time.seconds if time else None, reserved=taken(peak))
                 if fits:
                     best, memory = known, StrategyMemory(candidate.layout, True, peak, True, time=time)
                     plan = self.estimator.planned(config)
@@ -404,12 +405,11 @@ class _Search:
         return f"{candidate.seconds / best.seconds - 1:.0%} slower"
 
 
-def simulated(estimator: Estimator, config: Config) -> tuple[Peak, StepTime]:
-    """Return peak and time of a step; a combination that was never tested has both, too."""
+def simulated(estimator: Estimator, config: Config) -> tuple[Peak, StepTime | None]:
+    """Return the peak, and the time of a step if there is a cluster; a combination that was never tested has both."""
     traces: list[StepTrace] = []
-    peak = estimator.peak(config, traces)
-    assert estimator.cluster is not None
-    return peak, estimator.time_of(config, traces, estimator.cluster)
+    peak, cluster = estimator.peak(config, traces), estimator.cluster
+    return peak, None if cluster is None else estimator.time_of(config, traces, cluster)
 
 
 def _elements(estimator: Estimator) -> int:
@@ -502,7 +502,7 @@ def config_title(layout: str, samples: int, checkpointing: str) -> str:
 def decide(estimator: Estimator) -> Decision:
     """Return the strategy and the micro-batch that `auto` takes; what the config sets stays.
 
-    They are the fastest that fit where the GPU's speed is known, else the first that fit.
+    They are the fastest that fit where the GPU's speed is known and memory is scarce, else the first that fit.
     May raise ConfigError, Unpredictable.
     """
     assert estimator.memory is not None, "without a limit everything fits"
@@ -510,24 +510,19 @@ def decide(estimator: Estimator) -> Decision:
     facts = estimator.config, estimator.ranks, estimator.parameters
     by_time = _on_gpus(estimator) and not (tokens and is_plenty(*facts, tokens, estimator.memory))
     finder = _Search(estimator, _usable(estimator), "time", automatic=True)
-    for name, config in _choices(estimator.config, estimator.ranks) if by_time else ():
-        finder.look_at(name, config)
-    if finder.seen and (result := finder.result()).best is not None:
-        return _decision(result.best, result.candidates, estimator)
-    refusal, seen = None, list[Candidate]()
     for name, config in _choices(estimator.config, estimator.ranks):
-        try:
-            seen.insert(0, _largest(estimator, name, config, seen))
-        except ConfigError as error:
-            refusal = refusal or error
-            continue
-        if seen[0].fits:
-            return _decision(seen[0], seen[1:], estimator)
-    if seen:
-        decision = _decision(seen[0], seen[1:], estimator)
-        return replace(decision, why=f"{decision.why}, and nothing that auto may choose takes less")
-    assert refusal is not None, "there is a candidate"
-    raise refusal
+        finder.look_at(name, config)
+        if not by_time and any(each.fits for _, each in finder.seen):
+            break
+    simulated_ones = [each for _, each in finder.seen if each.reserved is not None]
+    if not simulated_ones:
+        raise finder.refusal or Unpredictable(next((each.why for _, each in finder.seen), "nothing can be simulated"))
+    result = finder.result()
+    if result.best is not None:
+        return _decision(result.best, result.candidates, estimator)
+    least = min(simulated_ones, key=lambda each: each.reserved or 0)
+    decision = _decision(least, [each for each in simulated_ones if each is not least], estimator)
+    return replace(decision, why=f"{decision.why}, and nothing that auto may choose takes less")
 
 
 def _usable(estimator: Estimator) -> int:
@@ -549,36 +544,6 @@ def _choices(config: Config, ranks: int) -> Iterator[tuple[str, Config]]:
         for strategy in strategies():
             if strategy.combines.automatic:
                 yield strategy.name, under(config, strategy, strategy.variants[0])
-
-
-def _largest(estimator: Estimator, strategy: str, config: Config, seen: list[Candidate]) -> Candidate:
-    """Return the largest micro-batch that fits, or the smallest; put all others that were simulated into `seen`."""
-    tried: dict[int, Candidate] = {}
-    usable = _usable(estimator)
-
-    def fits(samples: int) -> bool:
-        peak = estimator.peak(config.with_values(batch={"micro_size": samples}))
-        mode = config.memory.activation_checkpointing.mode
-        tried[samples] = Candidate({}, strategy, samples, mode, None, taken(peak), estimator.fits(peak))
-        return bool(tried[samples].fits)
-
-    def bytes_of(samples: int) -> int:
-        return tried[samples].reserved or 0
-
-    def best(samples: int) -> Candidate:
-        seen.extend(each for other, each in tried.items() if other != samples)
-        return tried[samples]
-
-    share = estimator.planned(config).batch.micro_size
-    if fits(share) or config.batch.micro_size != AUTO or share == 1:
-        return best(share)
-    if not fits(1):
-        return best(1)
-    fraction = (usable - bytes_of(1)) / max(bytes_of(share) - bytes_of(1), 1)
-    samples = even(share, max(1, int(1 + fraction * (share - 1))))
-    while samples not in tried and not fits(samples):
-        samples = even(share, max(1, samples * 3 // 4))
-    return best(samples)
 
 
 def _decision(best: Candidate, others: Sequence[Candidate], estimator: Estimator) -> Decision:
