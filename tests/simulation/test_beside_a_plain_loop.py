@@ -25,6 +25,7 @@ from lockstep.assembly.user_objects import user_objects
 from lockstep.simulation import device
 from lockstep.simulation.memory import MemoryLedger, resizes_seen
 from lockstep.simulation.ranks import simulated_rank
+from lockstep.simulation.repeats import Call
 from lockstep.training.api import resolved
 from lockstep.training.assemble import assemble
 
@@ -41,7 +42,8 @@ class Cost:
     peak: int = 0
     counts: bool = False
 
-    def see(self, operation: Any, args: Any, kwargs: Any, outputs: Sequence[Tensor], facts: Any) -> None:
+    def see(self, call: Call) -> None:
+        operation, args, kwargs, outputs, _ = call
         if not self.counts or operation.is_view or str(operation).startswith(NOT_COUNTED):
             return
         tensors = {id(leaf): leaf for leaf in [*pytree.tree_leaves((args, kwargs)), *outputs] if _is_there(leaf)}
