@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from unittest.mock import patch
 
@@ -157,8 +158,8 @@ class Estimator:
         parts = {"training state": state.total}
         if sharding.stays_gathered:
             width = gathered or ELEMENT_BYTES.get(config.precision.compute, 4)
-            elements = sum(each.elements for each in self.parameters if not each.quantized)
-            parts["gathered parameters"] = width * elements // plan.mesh.pieces
+            widths = ((each.elements, min(width, each.element_bytes)) for each in self.parameters if not each.quantized)
+            parts["gathered parameters"] = sum(map(prod, widths)) // plan.mesh.pieces
         if sharding.gradients and plan.batch.accumulation > 1 and strategy.memory.accumulates_whole(options):
             elements = sum(each.elements for each in self.parameters if each.trainable)
             parts["whole gradients"] = reduced * elements // plan.mesh.pieces - state.gradients

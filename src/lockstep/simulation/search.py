@@ -105,15 +105,22 @@ def search(
     """
     assert estimator.cluster is not None, "there are GPUs to search on"
     finder = _Search(estimator, _usable(estimator), goal, show=show)
-    for name, config in _layouts(estimator.config, estimator.cluster, estimator.facts.tokens_per_sample or 0):
+    length = estimator.facts.tokens_per_sample or 0
+    for name, config in _layouts(estimator.config, estimator.cluster, length, finder.seen):
         finder.look_at(name, config)
     if not finder.seen:
         raise finder.refusal or ConfigError("no strategy can train this config")
     return finder.result()
 
 
-def _layouts(config: Config, cluster: GPUCluster, length: int) -> Iterator[tuple[str, Config]]:
-    """Yield the strategies and the products of degrees on a cluster, the simple ones first."""
+def _layouts(
+    config: Config, cluster: GPUCluster, length: int, seen: Sequence[tuple[Config, Candidate]]
+) -> Iterator[tuple[str, Config]]:
+    """Yield the strategies and the products of degrees on a cluster, the simple ones first.
+
+    Args:
+        seen: What has become of those before: one that was refused stands for no other.
+    """
     written = config.parallel.model_dump(exclude_unset=True)
     plain = {key: value for key, value in written.items() if key not in ("data", "shard", *_AXES)}
     base = config.model_copy(update={"parallel": Parallel.model_validate(plain)})
@@ -122,13 +129,13 @@ def _layouts(config: Config, cluster: GPUCluster, length: int) -> Iterator[tuple
     known = set[tuple[object, ...]]()
     for strategy in own:
         for variant in strategy.variants:
-            state = variant.state
-            kind = (variant.mesh, state.parameters, state.gradients, state.optimizer, state.stays_gathered)
+            state, offloads = variant.state, strategy.memory.offloads(strategy.options_of(base.parallel))
+            kind = (variant.mesh, state.parameters, state.gradients, state.optimizer, state.stays_gathered, offloads)
             if kind in known:
                 continue  # another that shards the same computes and sends the same
-            known.add(kind)
             if variant.mesh != "hybrid":
                 yield variant.name, under(base, strategy, variant)
+                known |= {kind for _, candidate in seen if candidate.layout == variant.name}
             elif cluster.nodes > 1:
                 yield variant.name, _with_parallel(under(base, strategy, variant), {"shard": cluster.per_node})
     degrees = [each for each in (2, 4, 8, 16) if ranks % each == 0]
@@ -185,10 +192,6 @@ class _Search:
     _lines: dict[str, tuple[float, float]] = field(default_factory=dict)  # bytes beside the state, and for a sample
     _slow: set[str] = field(default_factory=set)  # layouts, without their degrees
 
-    @property
-    def _bounded(self) -> Estimator:
-        return replace(self.estimator, memory=self.memory)
-
     def look_at(self, name: str, config: Config) -> None:
         """Simulate a layout's modes as far as they may be better than the best."""
         try:
@@ -198,10 +201,9 @@ class _Search:
             self.refusal = self.refusal or refusal
             return
         share = plan.batch.micro_size
-        state = plan.placement.total
         strategy = find_strategy(plan.strategy)
-        if not self.automatic and (why := self._bounded.too_large(config)):
-            self._note(name, config, share, None, state, why)
+        if not self.automatic and (why := self.estimator.too_large(config)):
+            self._note(name, config, share, None, plan.placement.total, why)
             return
         kind = "".join(letter for letter in name if not letter.isdigit())
         if self.goal != "memory" and (why := self._cannot_win(kind, plan)):
@@ -277,7 +279,7 @@ class _Search:
                 self._note(name, config, 1, None, more, "")
                 continue
             samples = even(share, max(1, int(most)))
-            if why := self._bounded.too_large(config.with_values(batch={"micro_size": samples})):
+            if why := self.estimator.too_large(config.with_values(batch={"micro_size": samples})):
                 self._note(name, config, samples, None, None, why)
                 continue
             if plain is not config and samples <= reached:
