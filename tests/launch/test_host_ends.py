@@ -138,7 +138,7 @@ def test_missing_hosts_and_contradictions_are_named_on_all_hosts(fork_server: Fo
 
     rows: list[tuple[list[dict[str, object]], list[dict[str, str]], str]] = [
         ([{}, {"node_rank": 2}, {"node_rank": 2}], [{}, {}, {}], f"hosts {HOST} and {HOST} both have --node-rank 2"),
-        ([{}, {"nodes": 4}], [{}, {}], "--nodes (4, not 3)"),
+        ([{"node_rank": 0}, {"nodes": 4, "node_rank": 1}], [{}, {}], "--nodes (4, not 3)"),
         ([{}, {}], [{"optim.lr": "1"}, {"optim.lr": "2"}], "differs from host"),
     ]
     address = f"127.0.0.1:{free_port()}"
