@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,17 @@ def test_on_a_cpu_everything_is_done_one_after_the_other(file: Path) -> None:
     assert sum(two.parts.values()) == pytest.approx(two.seconds)
 
 
+def test_ranks_on_a_cpu_wait_for_the_late_ones_where_they_need_the_result(file: Path) -> None:
+    cluster = parse_cluster(f"{file}:2")
+    late = replace(cluster, gpu=replace(cluster.gpu, seconds={**cluster.gpu.seconds, "late": 0.25}))
+    operation = Operation(0, "memory", 0, 1000, None, 4, 0.0, "mul 4", (1000,), 500)
+    for asynchronous, more in ((False, 0.25), (True, 0.0)):
+        sent = Sent(0, "all_reduce", (0, 1), 1000, asynchronous)
+        trace = StepTrace(entries=[Order("forward"), operation, sent, sent])
+        before, after = (step_time(trace, each, 1).seconds for each in (cluster, late))
+        assert after - before == pytest.approx(more, rel=1e-3, abs=1e-6)
+
+
 POINTS = [[16, 64, 1e-5], [64, 64, 2e-5], [256, 256, 4e-4], [16, 256, 3e-5]]
 
 
@@ -148,7 +160,10 @@ def test_a_size_takes_no_longer_than_a_larger_one() -> None:
 def test_operations_are_named_alike_on_data_and_in_a_trace() -> None:
     timed = calibration.Timed(torch.device("cpu"))
     left, right = torch.randn(32, 16), torch.randn(8, 16)
+    several = [torch.ones(8) for _ in range(3)]
     with timed:
         left @ right.t()
-    assert [*timed.points] == ["mm nt 4"]
+        torch._foreach_mul_(several, 2.0)
+    assert [*timed.points] == ["mm nt 4", "_foreach_mul_ 4"]
+    assert [*timed.points["_foreach_mul_ 4"]] == [(2 * 8 * 4,)]  # of one of the tensors
     assert [*timed.points["mm nt 4"]] == [(32, 8, 16)]

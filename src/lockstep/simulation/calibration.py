@@ -14,6 +14,7 @@ import json
 import math
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,19 +41,20 @@ from lockstep.simulation.timing import collective_seconds, operation_seconds
 from lockstep.simulation.trace import NO_KERNEL, Operation, Sent, StepTrace, operation_of
 from lockstep.training.job import opened
 
-_SIDES = (16, 64, 256, 1024)  # of matrices
-_LENGTHS, _HEADS, _TOKENS = (32, 128, 512), (16, 32, 64, 128), 2048  # of attention
+_SIDES = (16, 64, 192, 768, 2048)  # of matrices
+_LENGTHS, _HEADS, _TOKENS = (32, 128, 512), (16, 32, 48, 64, 96, 128), 2048  # of attention
 _ROWS, _WIDTH = (2**6, 2**8, 2**11, 2**14), 256
 _IMAGES = [(3, 16, 32), (3, 64, 32), (8, 8, 8), (8, 32, 32), (32, 32, 8), (32, 64, 32), (64, 128, 8), (128, 128, 32)]
 """Channels of the inputs, channels, and sides."""
 _PARAMETERS = (2**12, 2**16, 2**20, 2**23)
 _ROUNDS, _MOST_CALLS, _ENOUGH_S = 2, 9, 4e-3
+_CACHES, _FOOTPRINT = 2**22, 2**27  # bytes that a step uses between two operations, and in all
 _LEAST_SIZES = 3  # of an operation: with fewer, its times say nothing about others
 _SHARES = ("matmul", "attention", "memory", "link", "network")
 _MESSAGES = (2**8, 2**12, 2**16, 2**20, 2**23, 2**26)  # bytes
 _STEPS, _LAYERS = 60, (2, 8)
 _FASTEST = 5  # one of this many steps counts: others are slowed by other programs, and one alone is a lucky one
-_LARGE = (256, 128, 8)  # width, length and samples of a model with operations like others'
+_LARGE = (384, 128, 16, _STEPS // 4)  # width, length, samples and steps of a model with operations like others'
 _VIEW = 0.25  # of what the host takes for an operation with a kernel
 Points = dict[str, dict[tuple[int, ...], float]]
 
@@ -66,6 +68,9 @@ class Timed(TorchDispatchMode):
         self.points: Points = {}
         self.round = 0
         self.seen: set[tuple[int, str, tuple[int, ...]]] = set()
+        self._others = torch.zeros(_CACHES // 4)
+        self._kept: deque[tuple[int, object]] = deque()
+        self._bytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -84,17 +89,29 @@ class Timed(TorchDispatchMode):
         return result
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Return the fastest of some calls, which other processes on the machine have not slowed."""
+        """Return the fastest of some calls, which other processes on the machine have not slowed.
+
+        As in a step: others have had a CPU's caches, and the result's memory was used long before.
+        """
         times: list[float] = []
         with _disable_current_modes(), torch.no_grad():
             until = time.perf_counter() + _ENOUGH_S
             while len(times) < 3 or (len(times) < _MOST_CALLS and time.perf_counter() < until):
+                self._others.add_(1)
                 began = time.perf_counter()
-                call()
+                result = call()
                 if self.device.type != "cpu":
                     torch.accelerator.synchronize(self.device)
                 times.append(time.perf_counter() - began)
+                self._keep(result)
         return min(times)
+
+    def _keep(self, result: object) -> None:
+        held = sum(leaf.nbytes for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+        self._kept.append((held, result))
+        self._bytes += held
+        while self._bytes > _FOOTPRINT:
+            self._bytes -= self._kept.popleft()[0]
 
 
 def timed_operations(device: torch.device) -> Points:
@@ -286,7 +303,9 @@ def _measure(section: Launch, ranks: int, folder: Path) -> int:
 def _tiny(section: Launch, ranks: int) -> dict[str, Config]:
     """Return runs in which a step is what Python takes, of few layers and of many; and one of a larger model."""
 
-    def config(strategy: str, layers: int, width: int = 16, length: int = 16, samples: int = 1) -> Config:
+    def config(
+        strategy: str, layers: int, width: int = 16, length: int = 16, samples: int = 1, steps: int = _STEPS
+    ) -> Config:
         return Config.model_validate(
             {
                 "model": {"kind": "transformer", "vocabulary": 256, "layers": layers, "heads": 2, "width": width},
@@ -295,15 +314,17 @@ def _tiny(section: Launch, ranks: int) -> dict[str, Config]:
                 "optim": {"name": "adamw", "lr": 1e-3},
                 "parallel": {"strategy": strategy},
                 "precision": {"compute": "fp32"},
-                "run": {"steps": _STEPS},
+                "run": {"steps": steps},
                 "launch": section.model_dump(exclude_unset=True) | {"ranks": ranks},
             }
         )
 
     plain = "single" if ranks == 1 else "ddp"
-    more = {} if ranks == 1 else {"sharded": config("fsdp", _LAYERS[1])}
     few, many = (config(plain, layers) for layers in _LAYERS)
-    return {"few": few, "many": many, "large": config(plain, _LAYERS[0], *_LARGE), **more}
+    runs = {"few": few, "many": many, "large": config(plain, _LAYERS[0], *_LARGE)}
+    if ranks > 1:
+        runs |= {"sharded": config("fsdp", _LAYERS[1]), "large sharded": config("fsdp", _LAYERS[0], *_LARGE)}
+    return runs
 
 
 def _step_seconds(config: Config) -> float:
@@ -322,34 +343,40 @@ def _step_seconds(config: Config) -> float:
 def _in_steps(section: Launch, ranks: int, measurement: dict[str, Any]) -> tuple[dict[str, float], float]:
     """Return what the host takes for a step, an operation, a view, and a collective that it waits for.
 
-    And the share of their speed that operations reach in a step, where others have had the caches.
+    And what it waits for other ranks, as a share of the time since the last such collective; and the share of their
+    measured speed that operations reach in a step.
     """
     with muted_stderr():
         counts = {name: _counts(config, ranks, measurement) for name, config in _tiny(section, ranks).items()}
-    left = {name: seconds - counts[name][2] for name, seconds in measurement["steps"].items()}
+    left = {name: seconds - sum(counts[name][2:]) for name, seconds in measurement["steps"].items()}
     few, many = counts["few"][0], counts["many"][0]
     call = max(0.0, (left["many"] - left["few"]) / (many - few))
     step = max(0.0, left["few"] - call * few)
     seconds = {"step": step, "call": call, "issue": call * _VIEW}
-    reached = min(1.0, counts["large"][2] / max(measurement["steps"]["large"] - step - call * counts["large"][0], 1e-9))
+    calls, _, operations, sent = counts["large"]
+    reached = min(1.0, operations / max(measurement["steps"]["large"] - sent - step - call * calls, 1e-9))
     if "sharded" in left:
-        calls, collectives, _ = counts["sharded"]
-        seconds["collective"] = max(0.0, (left["sharded"] - step - call * calls) / collectives)
+        calls, collectives, *_ = counts["sharded"]
+        wait = seconds["collective"] = max(0.0, (left["sharded"] - step - call * calls) / collectives)
+        calls, collectives, operations, sent = counts["large sharded"]
+        if measurement["device"] == "cpu":
+            computed = measurement["steps"]["large sharded"] - sent - step - call * calls - wait * collectives
+            seconds["late"] = max(0.0, computed * reached / operations - 1)
     return seconds, reached
 
 
-def _counts(config: Config, ranks: int, measurement: dict[str, Any]) -> tuple[float, int, float]:
-    """Return how many operations and collectives a step has, and what the operations and collectives take."""
+def _counts(config: Config, ranks: int, measurement: dict[str, Any]) -> tuple[float, int, float, float]:
+    """Return how many operations and collectives a step has, and the seconds of the former and of the latter."""
     reached, flops = dict.fromkeys(_SHARES, 1.0), _rates(measurement["measured"])
     gpu = GPU("", 0, flops, 1e11, 1, 1e9, 1e9, 0, reached, measurement["device"], measured=measurement["measured"])
     cluster, traces = GPUCluster(gpu, ranks, 1), list[StepTrace]()
     estimator_of(config, ranks, None, UserObjects(), cluster).peak(config, traces)
-    calls, collectives, seconds = 0.0, 0, 0.0
+    calls, collectives, seconds, sent = 0.0, 0, 0.0, 0.0
     for entry in traces[0].entries:
         if isinstance(entry, Operation):
             calls, seconds = calls + 1, seconds + operation_seconds(entry, gpu)
         elif isinstance(entry, Sent):
-            collectives, seconds = collectives + (not entry.asynchronous), seconds + collective_seconds(entry, cluster)
+            collectives, sent = collectives + (not entry.asynchronous), sent + collective_seconds(entry, cluster)
         elif entry.what == "issue":
             calls += _VIEW
-    return calls, collectives, seconds
+    return calls, collectives, seconds, sent

@@ -100,7 +100,8 @@ class _Replay:
                 self.flops += entry.model_flops
                 self.width = min(self.width, entry.width) if entry.flops else self.width
             elif isinstance(entry, Sent):
-                self.host += call if entry.asynchronous else sent
+                late = seconds_of.get("late", 0.0) * max(0.0, self.host - self.network)
+                self.host += call if entry.asynchronous else sent + late
                 begin = max(now, self.network, self.host)
                 seconds = collective_seconds(entry, self.cluster)
                 self.network = begin + seconds

@@ -242,6 +242,9 @@ def operation_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ou
         name = f"{kind} {width}"
     elif flops:
         sizes = (flops,)
+    elif name.startswith(("_foreach", "_fused")):  # one tensor after the other
+        times = len(args[0])
+        sizes = (moved // times,)
     return Operation(0, part, flops, moved, shape, width, 0.0, name, sizes, times)
 
 
