@@ -3,7 +3,7 @@
 python benchmarks/plan_time_cpu.py --measure             a round: real runs of all rows, 10 minutes
 python benchmarks/plan_time_cpu.py                       predict them, and show the errors
 python benchmarks/plan_time_cpu.py --only "llama fsdp"   rows whose name contains each word
-python benchmarks/plan_time_cpu.py --search              measure what `plan --search` finds, and the next best
+python benchmarks/plan_time_cpu.py --search              measure what `plan --search` finds, and what it left out
 
 Measured: the fastest fifth of the steps of a real run of some seconds, in the fastest of the rounds, because other
 programs run on this machine, too. Predicted: with the file of `lockstep plan --calibrate --out calibrated.toml`, which
@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from rounds import about_here, markdown
 from lockstep.assembly.user_objects import UserObjects
 from lockstep.config.loading import load, validate
 from lockstep.config.schema import Config
+from lockstep.core.errors import ConfigError
 from lockstep.core.processes import in_fork
 from lockstep.launch.local import launch
 from lockstep.plan.gpus import parse_cluster
@@ -189,23 +191,28 @@ def main() -> None:
 
 
 def searched(name: str, file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the config that the search finds for a model, and the next best ones, predicted and measured."""
+    """Yield the config that the search finds for a model, and others that it left out, predicted and measured."""
     sizes = {"batch": {"global_size": 64}, "optim": {"name": "adamw", "lr": 1e-3}, "run": {"steps": 100_000}}
     values = {**KINDS[name], **sizes, "precision": {"compute": "fp32"}, "launch": {"ranks": 2, "device": "cpu"}}
-    cluster = parse_cluster(f"{file}:2")
+    for config_name, config, milliseconds in in_fork(partial(_candidates, values, file)):
+        measurement = min(in_fork(partial(measured, config, 2)) for _ in range(3))
+        row = {"model": name, "config": config_name, "milliseconds": milliseconds, "measured": measurement}
+        print(row, flush=True)
+        yield row
+
+
+def _candidates(values: Mapping[str, Any], file: Path) -> list[tuple[str, Config, float]]:
+    cluster, rows = parse_cluster(f"{file}:2"), list[tuple[str, Config, float]]()
     found = search(estimator_of(validate(values).config, 2, 1 << 33, UserObjects(), cluster))
     assert found.best is not None
-    for each in [found.best, *(other for other in found.candidates if other.fits and other.seconds)][: NEXT_BEST + 1]:
-        with tempfile.TemporaryDirectory() as folder:
+    for each in (found.best, *found.candidates):
+        with tempfile.TemporaryDirectory() as folder, suppress(ConfigError):  # some models have no tensor parallelism
             files = [Path(folder, "run.json"), Path(folder, "found.json")]
             for path, content in zip(files, (values, each.overlay), strict=True):
                 path.write_text(json.dumps(content))
             config = load(files).config
-        milliseconds = min(in_fork(partial(measured, config, 2)) for _ in range(3))
-        times = {"milliseconds": 1000 * (each.seconds or 0), "measured": milliseconds}
-        row = {"model": name, "config": title(each), **times}
-        print(row, flush=True)
-        yield row
+            rows.append((title(each), config, predicted(config, 2, file)["milliseconds"]))
+    return rows[: NEXT_BEST + 1]
 
 
 def _found(rows: Sequence[Mapping[str, Any]]) -> str:
