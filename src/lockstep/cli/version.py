@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from importlib import metadata
 
 from lockstep import __version__
 from lockstep.cli.arguments import Parser
+from lockstep.core.distribution import version_of
 from lockstep.core.terminal import echo
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print the versions of Lockstep, Python and torch, without importing torch."""
     Parser("version", "Prints versions.").parse_args(arguments)
-    echo(f"lockstep {__version__}, torch {_version('torch')}, Python {platform.python_version()}")
+    echo(f"lockstep {__version__}, torch {version_of('torch') or 'not installed'}, Python {platform.python_version()}")
     return 0
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -1,8 +1,9 @@
-"""The name of the distribution, and the systems that it runs on."""
+"""The name of the distribution, the systems that it runs on, and versions of packages."""
 
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 
 DISTRIBUTION = "lockstep-torch"
 
@@ -10,6 +11,14 @@ DISTRIBUTION = "lockstep-torch"
 def pip_install(extra: str) -> str:
     """Return the command that installs an extra."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def version_of(package: str) -> str:
+    """Return the version of an installed package; empty: it isn't installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def why_not_here(platform: str | None = None) -> str | None:

@@ -1,11 +1,11 @@
-"""Settings of this process: standard streams, open files, the heap, and Python's garbage collector."""
+"""Settings of this process: standard streams, open files, the heap, the environment, and the garbage collector."""
 
 from __future__ import annotations
 
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 
@@ -50,6 +50,20 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
     settings = ((_MMAP_THRESHOLD, _LARGEST), (_TRIM_THRESHOLD, _KEPT))
     return mallopt is not None and all(mallopt(option, value) == 1 for option, value in settings)
+
+
+@contextmanager
+def set_environment(variables: Mapping[str, str], *others: str) -> Iterator[None]:
+    """Set environment variables in the block; after it, these and others are as before."""
+    names = (*variables, *others)
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @contextmanager

@@ -15,8 +15,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from lockstep.core.interfaces import (
@@ -38,19 +37,8 @@ if TYPE_CHECKING:
 
 _ADDRESS, _OTHER = "network/address-of-rank-0", "network/other-interface-of-rank-"
 _ALL_AT_ONCE = "GLOO_ENABLE_STORE_V2_API"
+SET_HERE = (GLOO_INTERFACE, NCCL_INTERFACE, _ALL_AT_ONCE)
 _OTHERS_S = 30.0  # for ranks of other machines to post the address that they have connected to
-
-
-@contextmanager
-def own_interface() -> Iterator[None]:
-    """Unset what `use_interface` has set when the block has ended."""
-    before = {name: os.environ.get(name) for name in (GLOO_INTERFACE, NCCL_INTERFACE, _ALL_AT_ONCE)}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
 
 
 def use_interface(environment: RankEnvironment, store: Store) -> None:

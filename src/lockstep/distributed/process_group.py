@@ -41,13 +41,13 @@ from lockstep.core.errors import (
 )
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.phase_clock import PhaseClock
-from lockstep.core.process_settings import keep_freed_memory
+from lockstep.core.process_settings import keep_freed_memory, set_environment
 from lockstep.core.ranks import RankEnvironment
 from lockstep.distributed import user_collectives
 from lockstep.distributed.accelerators import choose_backend, choose_device
 from lockstep.distributed.collectives import LocalGroup, RankGroup, waiting_over
 from lockstep.distributed.host_group import forget_host_groups
-from lockstep.distributed.network import other_interfaces, own_interface, use_interface
+from lockstep.distributed.network import SET_HERE, other_interfaces, use_interface
 from lockstep.distributed.notice_board import NoticeBoard
 from lockstep.distributed.rounds import next_round
 from lockstep.distributed.store_exchange import StoreExchange
@@ -119,7 +119,7 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
             yield world
         return
     backend = choose_backend(launch.backend, device)
-    with own_interface():
+    with set_environment({}, *SET_HERE):
         _make_group(environment, backend, device, launch.timeout)
         world = _world(environment, device, backend, launch.timeout, wakes=backend == "gloo")
         with (

@@ -27,7 +27,7 @@ from lockstep.config.training_sections import Watchdog
 from lockstep.core.control_groups import WhyKilled, kernel_kills, why_killed
 from lockstep.core.errors import ConfigError, Failure, RunFailed, message_of
 from lockstep.core.failure_kinds import FailureKind, Retry
-from lockstep.core.process_settings import paused_collection
+from lockstep.core.process_settings import paused_collection, set_environment
 from lockstep.core.processes import may_fork
 from lockstep.core.ranks import LAUNCHER, RankEnvironment, started_by_lockstep
 from lockstep.core.stopping import SignalRequests, handled_signals, stop_code
@@ -36,7 +36,7 @@ from lockstep.launch.agent import FollowerRounds, Hosts, LaunchState
 from lockstep.launch.devices import check_ranks
 from lockstep.launch.ends import CAUSED_BY_STOP, End, describe, first_cause, with_cause
 from lockstep.launch.ends_file import append_ends
-from lockstep.launch.other_launchers import read_at_start, refuse_unsettable, set_environment, set_threads
+from lockstep.launch.other_launchers import read_at_start, refuse_unsettable, set_threads
 from lockstep.launch.outcome import LaunchResult, gist, kind_of_stop, print_on_stderr
 from lockstep.launch.rank import append_end, run_entry, signals_stop
 from lockstep.launch.rank_stacks import with_last_words

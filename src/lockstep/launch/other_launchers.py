@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from lockstep.config.schema import Launch
 from lockstep.core.errors import ConfigError, Problem, refuse
 from lockstep.core.interfaces import GLOO_INTERFACE, NCCL_INTERFACE, has_address, interface_names, interface_of
+from lockstep.core.process_settings import set_environment
 from lockstep.core.ranks import ADDRESS, LAUNCHER, NODES, STORE_FD, RankEnvironment, names_a_rank, started_by_lockstep
 
 # Variables of the dynamic linker, the C library, the interpreter, OpenMP, MKL, and torch's import.
@@ -64,21 +65,6 @@ def set_threads(variables: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def set_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables while the block runs."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def refuse_rank_count(ranks: int, key: str = "launch.ranks") -> None:

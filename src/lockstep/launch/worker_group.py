@@ -41,7 +41,7 @@ from lockstep.core.errors import ConfigError, Problem, RunFailed, message_of
 from lockstep.core.failure_kinds import FailureKind
 from lockstep.core.heartbeat import Heartbeat, shared_heartbeat
 from lockstep.core.phase_clock import Phase
-from lockstep.core.process_settings import open_closed_streams
+from lockstep.core.process_settings import open_closed_streams, set_environment
 from lockstep.core.ranks import ADDRESS, LAUNCHER, NODES, RankEnvironment
 from lockstep.core.safe_path import safe_interpreters
 from lockstep.core.stopping import SAVE_SIGNAL, STOP_SIGNALS, SignalRequests, blocked_signals
@@ -49,7 +49,7 @@ from lockstep.launch import streams
 from lockstep.launch.devices import threads_per_rank
 from lockstep.launch.ends import End, end_of_process, while_reading
 from lockstep.launch.hang_watch import HangWatch, LearnedTimes
-from lockstep.launch.other_launchers import interface_variables, set_environment
+from lockstep.launch.other_launchers import interface_variables
 from lockstep.launch.rank import RankTask, run_rank
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import lockstep
 from lockstep.config.recipes import recipes_folder
-from lockstep.core.distribution import DISTRIBUTION
+from lockstep.core.distribution import DISTRIBUTION, version_of
 from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.jobs import JobCommand
 from lockstep.core.secrets import without_secrets
@@ -165,8 +165,8 @@ def _setup(options: AwsOptions, *, has_project: bool, uses_efa: bool) -> Iterato
         yield "    apt-get update -q && apt-get install -qy python3-venv"
         yield '    python3 -m venv --clear "$home/venv"'
         yield "}"
-        extras = ",".join(["buckets", *(extra for extra, package in _EXTRAS.items() if _version(package))])
-        torch = f"torch=={_version('torch').partition('+')[0]}"
+        extras = ",".join(["buckets", *(extra for extra, package in _EXTRAS.items() if version_of(package))])
+        torch = f"torch=={version_of('torch').partition('+')[0]}"
         yield f'"$home/venv/bin/pip" install --quiet {torch} "$home/{wheel}[{extras}]"'
     yield ""
 
@@ -233,13 +233,6 @@ def wheel() -> bytes:
         for name, text in texts.items():
             archive.writestr(name, text)
     return buffer.getvalue()
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _git(source: str, *options: str) -> list[Path] | None:

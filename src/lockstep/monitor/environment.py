@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import re
@@ -12,12 +11,11 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from lockstep import __version__
-from lockstep.core.distribution import DISTRIBUTION
+from lockstep.core.distribution import DISTRIBUTION, version_of
 from lockstep.core.secrets import HIDDEN, hidden_setting, hidden_variable, is_harmless_variable, without_secrets
 
 _PACKAGES = ("torch", "numpy", "pydantic", "transformers", "datasets", "tokenizers", "deepspeed")
@@ -104,11 +102,7 @@ _INSIDE = re.compile(r"""((?<=[{,\s"'])([\w.-]+)["']?\s*:\s*)([^\s,{}\[\]]+)""")
 
 @cache
 def _versions() -> Mapping[str, str]:
-    versions = {DISTRIBUTION: __version__}
-    for package in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return versions
+    return {DISTRIBUTION: __version__, **{each: version for each in _PACKAGES if (version := version_of(each))}}
 
 
 @cache

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lockstep.assembly.user_objects import UserObjects
@@ -37,6 +36,7 @@ from lockstep.launch.devices import count_accelerators, count_cores
 from lockstep.launch.local import launch
 from lockstep.plan.gpus import GPU, GPUCluster
 from lockstep.simulation.estimate import estimator_of
+from lockstep.simulation.repeats import tensors_in
 from lockstep.simulation.timing import collective_seconds, operation_seconds
 from lockstep.simulation.trace import NO_KERNEL, Operation, Sent, StepTrace, operation_of
 from lockstep.training.job import opened
@@ -79,8 +79,7 @@ class Timed(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func.is_view or func._overloadpacket in NO_KERNEL:
             return result
-        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        operation = operation_of(func, args, kwargs, outputs)
+        operation = operation_of(func, args, kwargs, tensors_in(result))
         points = self.points.setdefault(operation.name, {})
         if all(operation.sizes) and (self.round, operation.name, operation.sizes) not in self.seen:
             self.seen.add((self.round, operation.name, operation.sizes))
@@ -103,15 +102,11 @@ class Timed(TorchDispatchMode):
                 if self.device.type != "cpu":
                     torch.accelerator.synchronize(self.device)
                 times.append(time.perf_counter() - began)
-                self._keep(result)
+                self._kept.append((sum(each.nbytes for each in tensors_in(result)), result))
+                self._bytes += self._kept[-1][0]
+                while self._bytes > _FOOTPRINT:
+                    self._bytes -= self._kept.popleft()[0]
         return min(times)
-
-    def _keep(self, result: object) -> None:
-        held = sum(leaf.nbytes for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
-        self._kept.append((held, result))
-        self._bytes += held
-        while self._bytes > _FOOTPRINT:
-            self._bytes -= self._kept.popleft()[0]
 
 
 def timed_operations(device: torch.device) -> Points:
@@ -275,11 +270,7 @@ def _measure(section: Launch, ranks: int, folder: Path) -> int:
     before = {name: _step_seconds(config) for name, config in runs.items()}
     with joined(section, grouped=True) as world:
         points = timed_operations(world.device)
-        measured = {
-            name: [[*sizes, seconds] for sizes, seconds in sorted(rows.items())]
-            for name, rows in points.items()
-            if rows
-        }
+        measured = {name: [[*sizes, each] for sizes, each in sorted(rows.items())] for name, rows in points.items()}
         for row in timed_collectives(world, _MESSAGES) if world.size > 1 else ():
             name = row.operation.replace("-", "_").partition("/")[0]
             measured.setdefault(f"{name} {world.size}", []).append([row.size, row.seconds])
@@ -303,16 +294,14 @@ def _measure(section: Launch, ranks: int, folder: Path) -> int:
 def _tiny(section: Launch, ranks: int) -> dict[str, Config]:
     """Return runs in which a step is what Python takes, of few layers and of many; and one of a larger model."""
 
-    def config(
-        strategy: str, layers: int, width: int = 16, length: int = 16, samples: int = 1, steps: int = _STEPS
-    ) -> Config:
+    def run(kind: str, layers: int, width: int = 16, length: int = 16, batch: int = 1, steps: int = _STEPS) -> Config:
         return Config.model_validate(
             {
                 "model": {"kind": "transformer", "vocabulary": 256, "layers": layers, "heads": 2, "width": width},
                 "data": {"train": {"kind": "stdlib-text", "length": length}},
-                "batch": {"global_size": ranks * samples},
+                "batch": {"global_size": ranks * batch},
                 "optim": {"name": "adamw", "lr": 1e-3},
-                "parallel": {"strategy": strategy},
+                "parallel": {"strategy": kind},
                 "precision": {"compute": "fp32"},
                 "run": {"steps": steps},
                 "launch": section.model_dump(exclude_unset=True) | {"ranks": ranks},
@@ -320,10 +309,10 @@ def _tiny(section: Launch, ranks: int) -> dict[str, Config]:
         )
 
     plain = "single" if ranks == 1 else "ddp"
-    few, many = (config(plain, layers) for layers in _LAYERS)
-    runs = {"few": few, "many": many, "large": config(plain, _LAYERS[0], *_LARGE)}
+    few, many = (run(plain, layers) for layers in _LAYERS)
+    runs = {"few": few, "many": many, "large": run(plain, _LAYERS[0], *_LARGE)}
     if ranks > 1:
-        runs |= {"sharded": config("fsdp", _LAYERS[1]), "large sharded": config("fsdp", _LAYERS[0], *_LARGE)}
+        runs |= {"sharded": run("fsdp", _LAYERS[1]), "large sharded": run("fsdp", _LAYERS[0], *_LARGE)}
     return runs
 
 
@@ -348,20 +337,19 @@ def _in_steps(section: Launch, ranks: int, measurement: dict[str, Any]) -> tuple
     """
     with muted_stderr():
         counts = {name: _counts(config, ranks, measurement) for name, config in _tiny(section, ranks).items()}
-    left = {name: seconds - sum(counts[name][2:]) for name, seconds in measurement["steps"].items()}
-    few, many = counts["few"][0], counts["many"][0]
-    call = max(0.0, (left["many"] - left["few"]) / (many - few))
-    step = max(0.0, left["few"] - call * few)
+    left = {name: measurement["steps"][name] - sent for name, (_, _, _, sent) in counts.items()}
+    few, many = counts["few"], counts["many"]
+    call = max(0.0, (left["many"] - many[2] - left["few"] + few[2]) / (many[0] - few[0]))
+    step = max(0.0, left["few"] - few[2] - call * few[0])
     seconds = {"step": step, "call": call, "issue": call * _VIEW}
-    calls, _, operations, sent = counts["large"]
-    reached = min(1.0, operations / max(measurement["steps"]["large"] - sent - step - call * calls, 1e-9))
+    calls, _, operations, _ = counts["large"]
+    reached = min(1.0, operations / max(left["large"] - step - call * calls, 1e-9))
     if "sharded" in left:
-        calls, collectives, *_ = counts["sharded"]
-        wait = seconds["collective"] = max(0.0, (left["sharded"] - step - call * calls) / collectives)
-        calls, collectives, operations, sent = counts["large sharded"]
-        if measurement["device"] == "cpu":
-            computed = measurement["steps"]["large sharded"] - sent - step - call * calls - wait * collectives
-            seconds["late"] = max(0.0, computed * reached / operations - 1)
+        calls, waits, operations, _ = counts["sharded"]
+        wait = seconds["collective"] = max(0.0, (left["sharded"] - step - call * calls - operations) / waits)
+        calls, waits, operations, _ = counts["large sharded"]
+        late = (left["large sharded"] - step - call * calls - wait * waits) * reached / operations - 1
+        seconds["late"] = max(0.0, late) if measurement["device"] == "cpu" else 0.0
     return seconds, reached
 
 

@@ -233,17 +233,16 @@ class Execution(TorchDispatchMode):
 
     def set_data(self, tensor: Tensor, value: Tensor) -> None:
         """Set the data of a tensor; torch moves it between CPU and GPU so, but not to a device of a Python backend."""
-        if isinstance(tensor, FakeTensor) and not isinstance(value, FakeTensor) and value.device == tensor.device:
-            value = self.mode.from_tensor(value)  # DeepSpeed frees parameters by an empty tensor of the CPU
-        if not isinstance(value, FakeTensor) or (isinstance(tensor, FakeTensor) and tensor.device == value.device):
+        if tensor.device == value.device and isinstance(tensor, FakeTensor) != isinstance(value, FakeTensor):
+            # DeepSpeed frees parameters by an empty tensor of the CPU; the smallest parameters there have values
+            value = self.mode.from_tensor(value) if isinstance(tensor, FakeTensor) else self.value_of(value)
+        if not isinstance(value, FakeTensor) or tensor.device == value.device:
             _DATA.__set__(tensor, value)
             return
         with torch.no_grad():
             moved = value.detach()
-            if isinstance(tensor, nn.Parameter):
-                moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
-            moved.__dict__.update(tensor.__dict__)
-            _swap(tensor, moved)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            _swap(tensor, nn.Parameter(moved, requires_grad=tensor.requires_grad) if is_parameter else moved)
 
     def _on_host(self, leaf: Any) -> Any:
         if isinstance(leaf, FakeTensor):

@@ -243,8 +243,7 @@ def operation_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ou
     elif flops:
         sizes = (flops,)
     elif name.startswith(("_foreach", "_fused")):  # one tensor after the other
-        times = len(args[0])
-        sizes = (moved // times,)
+        times, sizes = len(args[0]), (moved // len(args[0]),)
     return Operation(0, part, flops, moved, shape, width, 0.0, name, sizes, times)
 
 
