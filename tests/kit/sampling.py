@@ -218,7 +218,7 @@ ROWS: dict[str, dict[str, int | tuple[str, ...]]] = {
     "simulation/test_estimated_models.py": {
         "ddp_sends_the_order_of_the_buckets_of_hundreds_of_parameters": 0,
         "repeated_operations_make_what_torch_makes": 0,
-        "stage_3_frees_parameters_on_the_cpu": 0,
+        "zero_takes_the_data_of_parameters_on_the_cpu": 0,
         "the_fullest_stage_of_a_pipeline_is_its_peak": 0,
     },
     "simulation/test_fsdp_offload.py": {"the_host_holds_the_state_and_updates_what_forwards_gather": 0},
