@@ -18,7 +18,7 @@ from lockstep.plan.gpus import GPUCluster, parse_cluster
 from lockstep.simulation import calibration
 from lockstep.simulation.estimate import estimator_of
 from lockstep.simulation.timing import StepTime, measured_seconds, step_time
-from lockstep.simulation.trace import Entry, Operation, Order, Sent, StepTrace
+from lockstep.simulation.trace import Entry, Operation, Order, Sent, StepTrace, operation_of
 
 ROW = """
 [cpu]
@@ -160,10 +160,12 @@ def test_a_size_takes_no_longer_than_a_larger_one() -> None:
 def test_operations_are_named_alike_on_data_and_in_a_trace() -> None:
     timed = calibration.Timed(torch.device("cpu"))
     left, right = torch.randn(32, 16), torch.randn(8, 16)
-    several = [torch.ones(8) for _ in range(3)]
+    several, scaled = [torch.ones(8) for _ in range(3)], torch.randn(4, 3, 8)
+    whole = operation_of(torch.ops.aten._fused_rms_norm.default, (scaled, [8], None, 1e-5), {}, [scaled])
     with timed:
         left @ right.t()
         torch._foreach_mul_(several, 2.0)
     assert [*timed.points] == ["mm nt 4", "_foreach_mul_ 4"]
     assert [*timed.points["_foreach_mul_ 4"]] == [(2 * 8 * 4,)]  # of one of the tensors
+    assert (whole.times, whole.sizes) == (1, (2 * 4 * 3 * 8 * 4,))  # all rows at once: read, and written
     assert [*timed.points["mm nt 4"]] == [(32, 8, 16)]

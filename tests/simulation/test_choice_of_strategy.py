@@ -71,6 +71,26 @@ def test_auto_takes_the_largest_micro_batch_that_fits_and_shards_only_where_it_m
     assert decide(estimator(config, 4, state)) == sharded, "another start decides the same"
 
 
+@pytest.mark.parametrize("share", [1.0, 0.97, 0.6])
+def test_what_auto_takes_on_unknown_devices_was_simulated_with_all_its_blocks(share: int) -> None:
+    """Of many blocks alike, too, which shallow models would stand for."""
+    config = automatic(
+        model={"kind": "transformer", "vocabulary": 256, "layers": 10, "heads": 2, "width": 64},
+        precision={"compute": "bf16"},
+    )
+
+    def on_cpu(decision: Decision) -> int:
+        batch = {"micro_size": decision.micro_size}
+        chosen = under(config.with_values(batch=batch), *find_variant(decision.strategy))
+        return replace(estimator(config, 4), device_type="cpu").peak(chosen).bytes
+
+    memory = int(share * on_cpu(Decision("ddp", 4, "")) / USABLE) + 1
+    decision = decide(replace(estimator(config, 4, memory), device_type="cpu"))
+    assert on_cpu(decision) <= USABLE * memory
+    assert ((decision.strategy, decision.micro_size) == ("ddp", 4)) is (share == 1)
+    assert "nothing that auto may choose" not in decision.why
+
+
 def test_on_known_gpus_auto_takes_the_fastest_of_what_reserves_no_more_than_they_have() -> None:
     sizes = {"kind": "transformer", "vocabulary": 4096, "layers": 2, "heads": 8, "width": 1024}
     config = large(2, "auto", model=sizes, batch={"global_size": 128, "micro_size": "auto"})

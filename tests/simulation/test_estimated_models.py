@@ -59,7 +59,7 @@ def test_ddp_sends_the_order_of_the_buckets_of_hundreds_of_parameters() -> None:
     assert row.peak is not None, row.note
 
 
-@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 12), st.integers(0, 1))
+@given(st.integers(0, 9), st.integers(1, 4), st.integers(1, 12), st.integers(0, 1))
 def test_chunks_that_are_made_when_read_are_torchs(length: int, width: int, number: int, dim: int) -> None:
     tensor = torch.arange(length * width).view(length, width)
     made, torchs = _Chunks(tensor, number, dim), _chunk_with_empty(tensor, number, dim)

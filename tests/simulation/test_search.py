@@ -24,7 +24,7 @@ from lockstep.plan.gpus import GPUCluster
 from lockstep.simulation.estimate import Estimator, estimator_of
 from lockstep.simulation.page import PlannedStep, write_plan
 from lockstep.simulation.planning import NO_LENGTH, describe_clusters, row_on
-from lockstep.simulation.search import Found, describe, overlay_of, search, simulated
+from lockstep.simulation.search import Candidate, Found, _layouts, describe, overlay_of, search, simulated
 from lockstep.simulation.timing import SHARES, StepTime
 
 
@@ -68,6 +68,37 @@ def test_the_found_config_is_the_fastest_and_fits(tmp_path: Path) -> None:
     assert not fitting, "each of the others has a reason"
     assert best.checkpointing == "none", "there is room"
     assert {"ddp", "fsdp"} <= {each.layout for each in [best, *found.candidates]}
+
+
+@pytest.mark.parametrize("compute", ["auto", "bf16", "fp32"])
+@pytest.mark.parametrize("stays", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_what_arithmetic_refuses_does_not_fit(compute: str, stays: str) -> None:
+    parallel = {"strategy": "fsdp", "fsdp": {"sharding_strategy": stays}}
+    data = {"train": {"kind": "tokens", "folder": "not-on-this-machine", "length": 8}}  # few activations
+    sections = {"data": data, "batch": {"global_size": 8, "micro_size": 1}, "parallel": parallel}
+    model = {"kind": "transformer", "vocabulary": 256, "layers": 8, "heads": 8, "width": 512}
+    config = large(8, model=model, precision={"compute": compute}, **sections)
+    own = estimator(config, cluster(per_node=8))
+    needed = own.peak(config).bytes
+    assert not replace(own, memory=needed).too_large(config)
+    assert replace(own, memory=own.planned(config).placement.total - 1).too_large(config)
+
+
+def test_strategies_that_shard_alike_stand_for_each_other_only_if_they_were_simulated() -> None:
+    gpus = cluster(per_node=8)
+
+    def names(parallel: dict[str, Any], *, simulated: bool) -> list[str]:
+        seen: list[tuple[Config, Candidate]] = []
+        found = []
+        for name, config in _layouts(large(8, model=sized(2), parallel=parallel), gpus, 0, seen):
+            found.append(name)
+            seen.append((config, Candidate({}, name, 1, "none", None, 1 if simulated else None, None)))
+        return found
+
+    assert "zero3" not in names({"strategy": "fsdp"}, simulated=True)
+    assert "zero3" in names({"strategy": "fsdp"}, simulated=False)
+    in_bf16 = {"strategy": "deepspeed", "deepspeed": {"zero_stage": 3, "bf16_weights": True}}
+    assert "zero3" in names(in_bf16, simulated=True), "its parameters take half of FSDP's bytes"
 
 
 def test_little_memory_is_answered_by_what_saves_it() -> None:

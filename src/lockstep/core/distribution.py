@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib import metadata
 
 DISTRIBUTION = "lockstep-torch"
 
@@ -15,6 +14,8 @@ def pip_install(extra: str) -> str:
 
 def version_of(package: str) -> str:
     """Return the version of an installed package; empty: it isn't installed."""
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -54,7 +54,7 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def set_environment(variables: Mapping[str, str], *others: str) -> Iterator[None]:
-    """Set environment variables in the block; after it, these and others are as before."""
+    """Set variables in the block, and restore them after it; `others` are only restored."""
     names = (*variables, *others)
     before = {name: os.environ[name] for name in names if name in os.environ}
     os.environ.update(variables)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _ADDRESS, _OTHER = "network/address-of-rank-0", "network/other-interface-of-rank-"
 _ALL_AT_ONCE = "GLOO_ENABLE_STORE_V2_API"
-SET_HERE = (GLOO_INTERFACE, NCCL_INTERFACE, _ALL_AT_ONCE)
+INTERFACE_VARIABLES = (GLOO_INTERFACE, NCCL_INTERFACE, _ALL_AT_ONCE)
 _OTHERS_S = 30.0  # for ranks of other machines to post the address that they have connected to
 
 

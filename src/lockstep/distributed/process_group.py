@@ -47,7 +47,7 @@ from lockstep.distributed import user_collectives
 from lockstep.distributed.accelerators import choose_backend, choose_device
 from lockstep.distributed.collectives import LocalGroup, RankGroup, waiting_over
 from lockstep.distributed.host_group import forget_host_groups
-from lockstep.distributed.network import SET_HERE, other_interfaces, use_interface
+from lockstep.distributed.network import INTERFACE_VARIABLES, other_interfaces, use_interface
 from lockstep.distributed.notice_board import NoticeBoard
 from lockstep.distributed.rounds import next_round
 from lockstep.distributed.store_exchange import StoreExchange
@@ -119,7 +119,7 @@ def joined(launch: Launch, *, grouped: bool) -> Iterator[World]:
             yield world
         return
     backend = choose_backend(launch.backend, device)
-    with set_environment({}, *SET_HERE):
+    with set_environment({}, *INTERFACE_VARIABLES):
         _make_group(environment, backend, device, launch.timeout)
         world = _world(environment, device, backend, launch.timeout, wakes=backend == "gloo")
         with (

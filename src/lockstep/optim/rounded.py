@@ -55,7 +55,7 @@ class RoundedAdam(Optimizer):
         self._torch = rule(groups, betas=betas, eps=eps)
         self._betas, self._eps, self._decoupled = betas, eps, decoupled
         named = [pair for group in groups for pair in zip(group["names"], group["params"], strict=True)]
-        self._keys = {each: _key(seed, name) for name, each in named}
+        self._keys = {each: _wrapped(xxhash.xxh3_64_intdigest(f"{seed} {name}".encode())) for name, each in named}
         self._places = {each: _place(name, each, shards) for name, each in named}
         for parameter in self._keys:
             state = self._torch.state[parameter]
@@ -119,10 +119,6 @@ def _mixed(bits: Tensor) -> Tensor:
     bits = (bits ^ bits >> 16 & 0xFFFF) * -0x7A143595
     bits = (bits ^ bits >> 13 & 0x7FFFF) * -0x3D4D51CB
     return bits ^ bits >> 16 & 0xFFFF
-
-
-def _key(seed: int, name: str) -> int:
-    return _wrapped(xxhash.xxh3_64_intdigest(f"{seed} {name}".encode()))
 
 
 def _wrapped(number: int) -> int:

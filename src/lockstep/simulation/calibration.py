@@ -48,7 +48,7 @@ _IMAGES = [(3, 16, 32), (3, 64, 32), (8, 8, 8), (8, 32, 32), (32, 32, 8), (32, 6
 """Channels of the inputs, channels, and sides."""
 _PARAMETERS = (2**12, 2**16, 2**20, 2**23)
 _ROUNDS, _MOST_CALLS, _ENOUGH_S = 2, 9, 4e-3
-_CACHES, _FOOTPRINT = 2**22, 2**27  # bytes that a step uses between two operations, and in all
+_EVICTING, _KEPT = 2**22, 2**27  # bytes that are written between two timed calls, and of results that are kept
 _LEAST_SIZES = 3  # of an operation: with fewer, its times say nothing about others
 _SHARES = ("matmul", "attention", "memory", "link", "network")
 _MESSAGES = (2**8, 2**12, 2**16, 2**20, 2**23, 2**26)  # bytes
@@ -68,7 +68,7 @@ class Timed(TorchDispatchMode):
         self.points: Points = {}
         self.round = 0
         self.seen: set[tuple[int, str, tuple[int, ...]]] = set()
-        self._others = torch.zeros(_CACHES // 4)
+        self._others = torch.zeros(_EVICTING // 4)
         self._kept: deque[tuple[int, object]] = deque()
         self._bytes = 0
 
@@ -104,7 +104,7 @@ class Timed(TorchDispatchMode):
                 times.append(time.perf_counter() - began)
                 self._kept.append((sum(each.nbytes for each in tensors_in(result)), result))
                 self._bytes += self._kept[-1][0]
-                while self._bytes > _FOOTPRINT:
+                while self._bytes > _KEPT:
                     self._bytes -= self._kept.popleft()[0]
         return min(times)
 
@@ -330,10 +330,10 @@ def _step_seconds(config: Config) -> float:
 
 
 def _in_steps(section: Launch, ranks: int, measurement: dict[str, Any]) -> tuple[dict[str, float], float]:
-    """Return what the host takes for a step, an operation, a view, and a collective that it waits for.
+    """Return the host's seconds for a step, an operation, a view and a collective that it waits for, by short runs.
 
-    And what it waits for other ranks, as a share of the time since the last such collective; and the share of their
-    measured speed that operations reach in a step.
+    `late` is what a rank then waits for slower ones, as a share of the time since the last collective. The second
+    result is the share of their speed alone that operations reach in a step.
     """
     with muted_stderr():
         counts = {name: _counts(config, ranks, measurement) for name, config in _tiny(section, ranks).items()}

@@ -147,7 +147,7 @@ class Estimator:
         return plan if self.has_length else replace(plan, steps=None)
 
     def too_large(self, config: Config) -> str:
-        """Return why a rank can't even hold the training state, and what it keeps whole; empty: it may."""
+        """Return why a lower bound of what a rank holds is more than its memory; empty: it isn't."""
         plan = self.planned(config)
         strategy = find_strategy(plan.strategy)
         options, sharding = strategy.options_of(config.parallel), strategy.variant(config.parallel).state
@@ -157,7 +157,7 @@ class Estimator:
         state = plan.placement
         parts = {"training state": state.total}
         if sharding.stays_gathered:
-            width = gathered or ELEMENT_BYTES.get(config.precision.compute, 4)
+            width = gathered or ELEMENT_BYTES.get(config.precision.compute, 2)  # auto: bf16 where there is one
             widths = ((each.elements, min(width, each.element_bytes)) for each in self.parameters if not each.quantized)
             parts["gathered parameters"] = sum(map(prod, widths)) // plan.mesh.pieces
         if sharding.gradients and plan.batch.accumulation > 1 and strategy.memory.accumulates_whole(options):

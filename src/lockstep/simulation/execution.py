@@ -329,7 +329,7 @@ class _Chunks:
     def __getitem__(self, index: int) -> Tensor:
         start = index * self._size
         rest = self._tensor.size(self._dim) - start
-        if rest <= 0:
+        if rest <= 0 < self._size:
             return self[0].new_empty(0)
         return self._tensor.narrow(self._dim, start, min(self._size, rest))
 

@@ -11,6 +11,7 @@ the found    is simulated whole, and the next one if it doesn't fit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -119,7 +120,7 @@ def _layouts(
     """Yield the strategies and the products of degrees on a cluster, the simple ones first.
 
     Args:
-        seen: What has become of those before: one that was refused stands for no other.
+        seen: The candidates so far, to which the search adds: what shards as one that was simulated is left out.
     """
     written = config.parallel.model_dump(exclude_unset=True)
     plain = {key: value for key, value in written.items() if key not in ("data", "shard", *_AXES)}
@@ -130,12 +131,14 @@ def _layouts(
     for strategy in own:
         for variant in strategy.variants:
             state, offloads = variant.state, strategy.memory.offloads(strategy.options_of(base.parallel))
-            kind = (variant.mesh, state.parameters, state.gradients, state.optimizer, state.stays_gathered, offloads)
+            widths = strategy.memory.element_bytes(strategy.options_of(under(base, strategy, variant).parallel))
+            sharded = (variant.mesh, state.parameters, state.gradients, state.optimizer, state.stays_gathered)
+            kind = (*sharded, offloads, widths)
             if kind in known:
                 continue  # another that shards the same computes and sends the same
             if variant.mesh != "hybrid":
                 yield variant.name, under(base, strategy, variant)
-                known |= {kind for _, candidate in seen if candidate.layout == variant.name}
+                known |= {kind for _, each in seen if each.layout == variant.name and each.reserved}
             elif cluster.nodes > 1:
                 yield variant.name, _with_parallel(under(base, strategy, variant), {"shard": cluster.per_node})
     degrees = [each for each in (2, 4, 8, 16) if ranks % each == 0]
@@ -180,6 +183,7 @@ class _Search:
     memory: int
     goal: Goal
     automatic: bool = False  # what the config sets stays
+    whole: bool = False  # nothing is read off shallow models
     show: Callable[[str, float, int], None] = lambda *unused: None
     seen: list[tuple[Config, Candidate]] = field(default_factory=list)
     best: float = float("inf")
@@ -189,7 +193,8 @@ class _Search:
     refusal: ConfigError | None = None
     _at_depth: dict[int, Estimator | None] = field(default_factory=dict)
     _known: dict[str, _Step] = field(default_factory=dict)
-    _lines: dict[str, tuple[float, float]] = field(default_factory=dict)  # bytes beside the state, and for a sample
+    _lines: dict[tuple[str, bool], tuple[float, float]] = field(default_factory=dict)
+    """Bytes beside the state, and for a sample, by mode and by whether parameters are sharded."""
     _slow: set[str] = field(default_factory=set)  # layouts, without their degrees
 
     def look_at(self, name: str, config: Config) -> None:
@@ -205,7 +210,7 @@ class _Search:
         if not self.automatic and (why := self.estimator.too_large(config)):
             self._note(name, config, share, None, plan.placement.total, why)
             return
-        kind = "".join(letter for letter in name if not letter.isdigit())
+        kind = re.sub(r" \d+ x ", " x ", name)
         if self.goal != "memory" and (why := self._cannot_win(kind, plan)):
             self._note(name, config, share, None, None, why)
             return
@@ -254,7 +259,10 @@ class _Search:
         for plain, config in modes:
             mode = config.memory.activation_checkpointing.mode
             reached = 0 if plain is config else reached
-            line = self._lines.get(mode) if is_plain else None  # of the first layout, which has the same activations
+            alike = mode, find_strategy(plan.strategy).variant(config.parallel).state.parameters
+            line = (
+                self._lines.get(alike) if is_plain else None
+            )  # of the first such layout: its activations are the same
             if self._least(mode, share // plan.mesh.pieces) + exposed >= _WORTH * self.best:
                 return  # smaller micro-batches and further modes take longer
             if line is None:
@@ -272,7 +280,7 @@ class _Search:
                     fixed = least - (whole.reserved - least) / (share - 1)
                 line = fixed - state, (whole.reserved - fixed) / share
                 if is_plain:
-                    self._lines[mode] = line
+                    self._lines[alike] = line
             most = (self.memory - state - line[0]) / max(line[1], 1.0)
             if most < _HALF:
                 more = int(state + line[0] + line[1])
@@ -326,8 +334,8 @@ class _Search:
         stages = self.estimator.planned(config).mesh.pipeline
         depth = max(_DEPTH, 2 * stages)
         first, second = self._estimator(depth), self._estimator(2 * depth)
-        if first is not None and second is not None:
-            elements = [_elements(each) for each in (first, second, self.estimator)]
+        if first is not None and second is not None and not self.whole:
+            elements = [sum(each.elements for each in one.parameters) for one in (first, second, self.estimator)]
             more, rest = divmod((elements[2] - elements[0]) * depth, elements[1] - elements[0])
             if not rest and more > depth:
                 self.simulations += 2
@@ -357,12 +365,8 @@ class _Search:
         config = config.with_values(batch={"micro_size": samples})
         fits = None if reserved is None else reserved <= self.memory
         mode = config.memory.activation_checkpointing.mode
-        self.seen.append(
-            (
-                config,
-                Candidate(overlay_of(self.estimator.config, config), name, samples, mode, seconds, reserved, fits, why),
-            )
-        )
+        overlay = overlay_of(self.estimator.config, config)
+        self.seen.append((config, Candidate(overlay, name, samples, mode, seconds, reserved, fits, why)))
 
     def result(self) -> Found:
         """Simulate the best ones whole until one fits, and say why the others fell."""
@@ -412,10 +416,6 @@ def simulated(estimator: Estimator, config: Config) -> tuple[Peak, StepTime | No
     traces: list[StepTrace] = []
     peak, cluster = estimator.peak(config, traces), estimator.cluster
     return peak, None if cluster is None else estimator.time_of(config, traces, cluster)
-
-
-def _elements(estimator: Estimator) -> int:
-    return sum(parameter.elements for parameter in estimator.parameters)
 
 
 def _modes(config: Config, saves: Mapping[str, str], section: str) -> list[tuple[Config, Config]]:
@@ -511,19 +511,23 @@ def decide(estimator: Estimator) -> Decision:
     tokens = (estimator.facts.tokens_per_sample or 0) * TOKEN_BYTES
     facts = estimator.config, estimator.ranks, estimator.parameters
     by_time = _on_gpus(estimator) and not (tokens and is_plenty(*facts, tokens, estimator.memory))
+    choices = list(_choices(estimator.config, estimator.ranks))
     finder = _Search(estimator, _usable(estimator), "time", automatic=True)
-    for name, config in _choices(estimator.config, estimator.ranks):
+    for name, config in choices if by_time else ():
         finder.look_at(name, config)
-        if not by_time and any(each.fits for _, each in finder.seen):
-            break
-    simulated_ones = [each for _, each in finder.seen if each.reserved is not None]
-    if not simulated_ones:
-        raise finder.refusal or Unpredictable(next((each.why for _, each in finder.seen), "nothing can be simulated"))
-    result = finder.result()
-    if result.best is not None:
+    if by_time and (result := finder.result()).best is not None:
         return _decision(result.best, result.candidates, estimator)
-    least = min(simulated_ones, key=lambda each: each.reserved or 0)
-    decision = _decision(least, [each for each in simulated_ones if each is not least], estimator)
+    finder = _Search(estimator, _usable(estimator), "time", automatic=True, whole=True)
+    for name, config in choices:
+        finder.look_at(name, config)
+        if fitting := [each for _, each in finder.seen if each.fits]:
+            best = max(fitting, key=lambda each: each.micro_size)
+            return _decision(best, [each for _, each in finder.seen if each is not best], estimator)
+    known = [each for _, each in finder.seen if each.reserved is not None]
+    if not known:
+        raise finder.refusal or Unpredictable(next((each.why for _, each in finder.seen), "nothing can be simulated"))
+    least = min(known, key=lambda each: each.reserved or 0)
+    decision = _decision(least, [each for each in known if each is not least], estimator)
     return replace(decision, why=f"{decision.why}, and nothing that auto may choose takes less")
 
 

@@ -159,7 +159,7 @@ class StepTrace:
         """Record a collective; the operations until `issued` only make its result."""
         ranks = self._ranks.get(id(group))
         if ranks is None:
-            ranks = self._ranks[id(group)] = _ranks_of(group)
+            ranks = self._ranks[id(group)] = tuple(dist.distributed_c10d._world.pg_group_ranks[group])
             self._held.append(group)
         if len(ranks) > 1:
             waits = getattr(options, "asyncOp", True)
@@ -211,7 +211,7 @@ def recorded(trace: StepTrace, execution: Any, model: nn.Module) -> Iterator[Cal
 def operation_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> Operation:
     """Return an operation with its floating-point operations, bytes, and sizes."""
     packet, moved = func._overloadpacket, _bytes(func, args, kwargs, outputs)
-    result = _result(outputs)
+    result: Any = outputs[0] if len(outputs) == 1 else tuple(outputs)
     if packet is aten.convolution_backward:  # None for what needs no gradient
         result = tuple(next(gradients) if wanted else None for gradients in [iter(outputs)] for wanted in args[-1])
     flops, shape = 0, _shape(packet, args, outputs)
@@ -242,18 +242,9 @@ def operation_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], ou
         name = f"{kind} {width}"
     elif flops:
         sizes = (flops,)
-    elif name.startswith(("_foreach", "_fused")):  # one tensor after the other
+    elif name.startswith("_f") and isinstance(args[0], list | tuple):  # _foreach and _fused: one tensor after the other
         times, sizes = len(args[0]), (moved // len(args[0]),)
     return Operation(0, part, flops, moved, shape, width, 0.0, name, sizes, times)
-
-
-def _ranks_of(group: Any) -> tuple[int, ...]:
-    """Return a group's global ranks, in its order."""
-    return tuple(dist.distributed_c10d._world.pg_group_ranks[group])
-
-
-def _result(outputs: Sequence[Tensor]) -> Any:
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
