@@ -33,7 +33,7 @@ class GPU:
         reached: The fractions that kernels and collectives reach: `matmul`, `attention`, `memory`, `link`, `network`;
             and `measured`: of their measured speeds, in a step.
         device: `gpu`, or `cpu`, where each operation is done before Python continues.
-        seconds: Of the host, where they were measured: step, call, issue, collective; and `late`, a share (calibration).
+        seconds: Of the host, where they were measured: step, call, issue, collective; and a share, `late`.
         measured: Operations and collectives by name: rows of sizes and, last, seconds.
     """
 
