@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 83_254
+MOST_LINES = 83_246
 MOST_FILES = 487
-MOST_CODE = 50_684
+MOST_CODE = 50_682
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
 LARGER_PACKAGES: dict[str, int] = {}
