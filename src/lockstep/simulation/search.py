@@ -259,10 +259,9 @@ class _Search:
         for plain, config in modes:
             mode = config.memory.activation_checkpointing.mode
             reached = 0 if plain is config else reached
-            alike = mode, find_strategy(plan.strategy).variant(config.parallel).state.parameters
-            line = (
-                self._lines.get(alike) if is_plain else None
-            )  # of the first such layout: its activations are the same
+            sharded = find_strategy(plan.strategy).variant(config.parallel).state.parameters
+            line = self._lines.get((mode, sharded)) or self._lines.get((mode, True))  # casts of whole ones take more
+            line = line if is_plain else None
             if self._least(mode, share // plan.mesh.pieces) + exposed >= _WORTH * self.best:
                 return  # smaller micro-batches and further modes take longer
             if line is None:
@@ -280,7 +279,7 @@ class _Search:
                     fixed = least - (whole.reserved - least) / (share - 1)
                 line = fixed - state, (whole.reserved - fixed) / share
                 if is_plain:
-                    self._lines[alike] = line
+                    self._lines[mode, sharded] = line
             most = (self.memory - state - line[0]) / max(line[1], 1.0)
             if most < _HALF:
                 more = int(state + line[0] + line[1])
@@ -335,7 +334,7 @@ class _Search:
         depth = max(_DEPTH, 2 * stages)
         first, second = self._estimator(depth), self._estimator(2 * depth)
         if first is not None and second is not None and not self.whole:
-            elements = [sum(each.elements for each in one.parameters) for one in (first, second, self.estimator)]
+            elements = [sum(each.elements for each in model.parameters) for model in (first, second, self.estimator)]
             more, rest = divmod((elements[2] - elements[0]) * depth, elements[1] - elements[0])
             if not rest and more > depth:
                 self.simulations += 2
