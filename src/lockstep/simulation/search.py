@@ -260,8 +260,8 @@ class _Search:
             mode = config.memory.activation_checkpointing.mode
             reached = 0 if plain is config else reached
             sharded = find_strategy(plan.strategy).variant(config.parallel).state.parameters
-            line = self._lines.get((mode, sharded)) or self._lines.get((mode, True))  # casts of whole ones take more
-            line = line if is_plain else None
+            # sharded parameters' line is a lower bound for whole ones, which autocast copies in bf16; not the other way
+            line = self._lines.get((mode, sharded)) or self._lines.get((mode, True)) if is_plain else None
             if self._least(mode, share // plan.mesh.pieces) + exposed >= _WORTH * self.best:
                 return  # smaller micro-batches and further modes take longer
             if line is None:
