@@ -12,7 +12,7 @@ from layers.law import SOURCE
 
 MOST_LINES = 83_245
 MOST_FILES = 487
-MOST_CODE = 50_681
+MOST_CODE = 50_680
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
 LARGER_PACKAGES: dict[str, int] = {}
