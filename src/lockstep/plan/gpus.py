@@ -17,6 +17,7 @@ from lockstep.core.terminal import command_line
 
 _REACHED = "reached"
 _RANKS = "ranks"
+_HOST = {"pcie": 25, "host": 40}  # as gpus.toml has for PCIe 4.0, where a file has none
 _SHOWN = 5  # similar names
 _OTHER_FORMS = {"PCIE", "NVL", "MIG", "LAPTOP", "D"}  # with other speeds
 _SIGNS = {"$": "USD", "€": "EUR", "£": "GBP"}
@@ -30,6 +31,7 @@ class GPU:
         flops: Dense, by the bytes of an element: 4 (TF32), 2 (bf16), 1 (fp8).
         link: Between the GPUs of a node, one way.
         network: To other nodes, one way, for each GPU.
+        pcie, host: Of copies between it and its host, one way; and of the host's memory, for each GPU.
         reached: The fractions that kernels and collectives reach: `matmul`, `attention`, `memory`, `link`, `network`;
             and `measured`: of their measured speeds, in a step.
         device: `gpu`, or `cpu`, where each operation is done before Python continues.
@@ -44,6 +46,8 @@ class GPU:
     multiprocessors: int
     link: float
     network: float
+    pcie: float
+    host: float
     watts: float
     reached: Mapping[str, float]
     device: str = "gpu"
@@ -179,13 +183,10 @@ def _gpu(name: str, known: Mapping[str, Mapping[str, Any]], per_node: str) -> GP
 
 def _made(key: str, figures: Mapping[str, Any]) -> GPU:
     flops = {4: figures["tf32"] * 1e12, 2: figures["bf16"] * 1e12, 1: figures["fp8"] * 1e12}
-    memory, rates = (
-        int(figures["memory"] * 2**30),
-        {each: figures[each] * 1e9 for each in ("bandwidth", "link", "network")},
-    )
+    bandwidth, *others = (1e9 * {**_HOST, **figures}[each] for each in ("bandwidth", "link", "network", "pcie", "host"))
     return GPU(
-        key, memory, flops, rates["bandwidth"], figures["multiprocessors"], rates["link"], rates["network"],
-        figures["watts"], figures[_REACHED], figures.get("device", "gpu"), figures.get("seconds", {}),
+        key, int(figures["memory"] * 2**30), flops, bandwidth, figures["multiprocessors"], *others, figures["watts"],
+        figures[_REACHED], figures.get("device", "gpu"), figures.get("seconds", {}),
         figures.get("measured", {}),
     )  # fmt: skip
 

@@ -164,7 +164,10 @@ def _warnings(config: Config, strategy: Strategy, plan: Plan, facts: DataFacts, 
     yield from _idle(config.parallel, strategy, plan.mesh)
     yield from _bubble(config.parallel.pipeline_parallel, plan.bubble, plan.mesh, plan.batch)
     yield from _undecided(plan, machine.undecided)
-    yield from _too_large(plan, machine.memory)
+    if not strategy.memory.offloads(strategy.options_of(config.parallel)):
+        yield from _too_large(plan, machine.memory)
+    elif machine.memory is not None:
+        yield f"Up to {formatting.size(plan.placement.total)} of each rank's training state is in the host's memory."
     if strategy.hooks.check:
         yield from resolved(strategy.hooks.check)(config, plan)
 

@@ -356,7 +356,7 @@ def _in_steps(section: Launch, ranks: int, measurement: dict[str, Any]) -> tuple
 def _counts(config: Config, ranks: int, measurement: dict[str, Any]) -> tuple[float, int, float, float]:
     """Return how many operations and collectives a step has, and the seconds of the former and of the latter."""
     reached, flops = dict.fromkeys(_SHARES, 1.0), _rates(measurement["measured"])
-    gpu = GPU("", 0, flops, 1e11, 1, 1e9, 1e9, 0, reached, measurement["device"], measured=measurement["measured"])
+    gpu = GPU("", 0, flops, 1e11, 1, 1e9, 1e9, 1e9, 1e9, 0, reached, measurement["device"], measured=measurement["measured"])
     cluster, traces = GPUCluster(gpu, ranks, 1), list[StepTrace]()
     estimator_of(config, ranks, None, UserObjects(), cluster).peak(config, traces)
     calls, collectives, seconds, sent = 0.0, 0, 0.0, 0.0

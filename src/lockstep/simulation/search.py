@@ -109,6 +109,9 @@ def search(
     length = estimator.facts.tokens_per_sample or 0
     for name, config in _layouts(estimator.config, estimator.cluster, length, finder.seen):
         finder.look_at(name, config)
+    for layouts in _offloaded(estimator.config) if _on_gpus(estimator) else ():
+        for name, config in layouts if finder.best == float("inf") else ():
+            finder.look_at(name, config)
     if not finder.seen:
         raise finder.refusal or ConfigError("no strategy can train this config")
     return finder.result()
@@ -151,6 +154,17 @@ def _layouts(
             if all(axis in strategy.combines.axes for axis in product):
                 name = "".join(f"{axis} {degree} x " for axis, degree in product.items()) + strategy.name
                 yield name, _with_parallel(under(base, strategy, strategy.variants[0]), product)
+
+
+def _offloaded(config: Config) -> Iterator[list[tuple[str, Config]]]:
+    """Yield the strategies that can hold parts of the training state on the host, by what is there: slower and slower.
+
+    Only where nothing else fits, because copies to the host and updates there take time.
+    """
+    for strategy in strategies():
+        for what, options in strategy.memory.offloading.items():
+            variants = (replace(each, options={**each.options, **options}) for each in strategy.variants)
+            yield [(f"{each.name}, {what}", under(config, strategy, each)) for each in variants]
 
 
 _AXES = ("pipeline", "context", "tensor")
@@ -252,14 +266,16 @@ class _Search:
 
     def _modes(self, name: str, config: Config, plan: Plan, modes: Sequence[tuple[Config, Config]]) -> None:
         """Find the largest micro-batch that fits of each mode that may be better than the best."""
-        share, state, is_plain = plan.batch.micro_size, plan.placement.total, plan.mesh.pieces * plan.mesh.context == 1
+        share, state, strategy = plan.batch.micro_size, plan.placement.total, find_strategy(plan.strategy)
+        is_plain = plan.mesh.pieces * plan.mesh.context == 1
+        is_plain = is_plain and not strategy.memory.offloads(strategy.options_of(config.parallel))
         fixed: float | None = None
         reached = 0
         exposed = 0.0  # in the largest micro-batches; smaller ones communicate no less
         for plain, config in modes:
             mode = config.memory.activation_checkpointing.mode
             reached = 0 if plain is config else reached
-            sharded = find_strategy(plan.strategy).variant(config.parallel).state.parameters
+            sharded = strategy.variant(config.parallel).state.parameters
             # sharded parameters' line is a lower bound for whole ones, which autocast copies in bf16; not the other way
             line = self._lines.get((mode, sharded)) or self._lines.get((mode, True)) if is_plain else None
             if self._least(mode, share // plan.mesh.pieces) + exposed >= _WORTH * self.best:
@@ -465,7 +481,7 @@ def describe(result: Found, goal: Goal) -> str:
     else:
         least = "takes the least memory" if goal == "memory" else "is the fastest that fits"
         head = f"{title(result.best)} {least}. Write this to a file, and name it after the recipe:\n\n"
-        head += as_yaml(result.best.overlay)
+        head += "\n\n".join([as_yaml(result.best.overlay), *(result.plan.warnings if result.plan else ())])
     rows: list[tuple[str, ...]] = [("config", "ms", "reserved", "")]
     best_of: dict[str, Candidate] = {}
     for candidate in result.candidates:

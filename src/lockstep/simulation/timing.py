@@ -2,6 +2,7 @@
 
     operation    launch + max(FLOPs / (peak x reached for its shape), bytes / (bandwidth x reached))
                  on its stream, after the operation before it, and not before the host has issued it
+    on the host  bytes / bandwidth of PCIe, beside the streams, or of the host's memory, while the GPU waits
     collective   steps from rank to rank + bytes / bandwidth of the slowest link; after the collective before it
     host         some microseconds for each operation; where it reads a value, it waits
 
@@ -18,14 +19,15 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from lockstep.plan.gpus import GPU, GPUCluster
-from lockstep.simulation.trace import Operation, Order, Sent, StepTrace
+from lockstep.simulation.trace import OnHost, Operation, Order, Sent, StepTrace
 
 Share = Literal["matmul", "attention", "memory", "optimizer", "communication", "host", "bubble"]
 SHARES: tuple[Share, ...] = get_args(Share)
 """Parts of a step's time.
 
 memory          operations that only move bytes
-communication   collectives that nothing hides
+communication   collectives, and copies between the host and the GPU, that nothing hides
+optimizer       norm and step, also on the host
 host            the GPU waits for Python
 bubble          a pipeline's first and last micro-batches, in which other stages wait
 """
@@ -110,8 +112,21 @@ class _Replay:
                     self.collected = max(self.collected, self.network)
                 else:
                     self.streams[entry.stream] = self.network
+            elif isinstance(entry, OnHost):
+                self._on_host(entry, now)
             else:
                 self._order(entry, now)
+
+    def _on_host(self, entry: OnHost, now: float) -> None:
+        gpu = self.cluster.gpu
+        if entry.stream is not None:
+            self.host += _CALL
+            self.streams[entry.stream] = max(now, self.host) + _LAUNCH + entry.bytes / gpu.pcie
+            return
+        self.host += entry.bytes / gpu.host
+        if entry.in_optimizer:
+            self.busy["optimizer"] += entry.bytes / gpu.host
+            self.computing = self.host
 
     def _order(self, entry: Order, now: float) -> None:
         match entry.what:

@@ -36,6 +36,7 @@ _GATHERS = {aten.embedding, aten.index, aten.gather, aten.index_select, aten.nll
 """Operations that read as many elements of a tensor as they write."""
 _ADDED = {aten.addmm, aten.baddbmm}
 _AGAIN = 4 / 5  # of flash attention's backward: one of its five products computes the scores again
+_COPIES = {aten.copy_, aten._to_copy}
 _WRITES = {aten.copy_, aten.fill_, aten.zero_, aten._foreach_copy_, aten._foreach_zero_}
 """Operations that don't read their first argument."""
 
@@ -76,6 +77,14 @@ class Sent(NamedTuple):
     asynchronous: bool
 
 
+class OnHost(NamedTuple):
+    """Bytes that are copied between the host and the device, on a stream; or that the host's own operation moves."""
+
+    stream: int | None
+    bytes: int
+    in_optimizer: bool = False
+
+
 class Order(NamedTuple):
     """Something that takes no time by itself.
 
@@ -91,7 +100,7 @@ class Order(NamedTuple):
     event: int = 0
 
 
-Entry = Operation | Sent | Order
+Entry = Operation | Sent | OnHost | Order
 
 
 class Change(NamedTuple):
@@ -128,12 +137,20 @@ class StepTrace:
         """Record an operation: a watcher of `Execution`."""
         func, args, kwargs, outputs, facts = call
         places = {tensor.device.type for tensor in outputs or tensors_in(args)}
-        if self._in_collective or self.device_type not in places:
-            return
-        if func.namespace == "_c10d_functional":
-            self.entries.append(Order("join", self._stream()))
+        if self._in_collective:
             return
         packet, stream = func._overloadpacket, self._stream()
+        if packet in _COPIES:
+            places |= {tensor.device.type for tensor in tensors_in(args)}
+        if "cpu" in places and self.device_type != "cpu":
+            if not func.is_view and packet not in NO_KERNEL:
+                self._see_host(call, stream if len(places) > 1 else None)
+            return
+        if self.device_type not in places:
+            return
+        if func.namespace == "_c10d_functional":
+            self.entries.append(Order("join", stream))
+            return
         if func.is_view or packet in NO_KERNEL:
             self.entries.append(Order("issue", stream))
             return
@@ -145,6 +162,12 @@ class StepTrace:
         share = _AGAIN if operation.part == "attention" and in_backward else 1.0
         flops = share * operation.flops if counts else 0.0
         self.entries.append(operation._replace(stream=stream, part=part, model_flops=flops))
+
+    def _see_host(self, call: Call, stream: int | None) -> None:
+        moved = _bytes(call.func, call.args, call.kwargs, call.outputs) if stream is None else _size(call.outputs)
+        self.entries.append(OnHost(stream, moved, self.in_optimizer))
+        if stream is not None and not (call.kwargs.get("non_blocking") or call.args[2:] == (True,)):
+            self.entries.append(Order("read", stream))
 
     def ordered(self, what: Literal["record", "wait", "read"], stream: device.Stream, event: device.Event) -> None:
         self._held.append(event)

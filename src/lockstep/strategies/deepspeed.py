@@ -84,6 +84,10 @@ STRATEGY = Strategy(
         element_bytes=lambda options: (2, 2) if options.bf16_weights else (None if options.zero_stage == 3 else 4, 4),
         in_fp32=True,
         offloads=lambda options: options.offload_optimizer != "none" or options.offload_param != "none",
+        offloading={
+            "optimizer on the host": {"offload_optimizer": "cpu", "pin_memory": True},
+            "parameters on the host": {"offload_optimizer": "cpu", "offload_param": "cpu", "pin_memory": True},
+        },
     ),
     cells={
         "offload": CPU,

@@ -239,6 +239,7 @@ class MemoryUse:
     Attributes:
         holds_everything: Each rank has the whole training state.
         offloads: Whether the options ask for offloading.
+        offloading: Options that do: what is then on the host -> name -> value; the fast ones first.
         accumulates_whole: Whether, given the options, an update of several micro-batches keeps its gradients whole.
         saves_memory: Options that save memory in a step of several micro-batches: name -> value.
         element_bytes: Bytes of an element of what is gathered (None: as used), and reduced.
@@ -247,6 +248,7 @@ class MemoryUse:
 
     holds_everything: bool = False
     offloads: Callable[[Any], bool] = lambda options: False
+    offloading: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     accumulates_whole: Callable[[Any], bool] = lambda options: False
     saves_memory: Mapping[str, str] = field(default_factory=dict)
     element_bytes: Callable[[Any], tuple[int | None, int]] = lambda options: (4, 4)
