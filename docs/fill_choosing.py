@@ -18,8 +18,8 @@ from lockstep.config.schema import Config
 from lockstep.core.records import DataFacts, ParameterFacts
 from lockstep.models.build import describe_model
 from lockstep.plan.mesh import Mesh
-from lockstep.plan.placement import Placement, State, placements, traffic
-from lockstep.strategies.record import RunLayout, Traffic, Volume
+from lockstep.plan.placement import Placement, State, placements
+from lockstep.strategies.record import RunLayout
 from lockstep.strategies.registry import layouts
 
 ROOT = Path(__file__).parents[1]
@@ -97,7 +97,7 @@ def _row(layout: RunLayout, config: Config, parameters: Sequence[ParameterFacts]
     place, sent = _placement(layout, config, parameters), _sent(layout, parameters)
     gathered = _gathered(layout, parameters)
     parts = (place.parameters, place.gradients, place.optimizer, place.total, gathered)
-    return [layout.name, *(f"{size / GIB:.1f}" for size in parts), f"{sent.total / GIB:.1f}", BEST_FOR[layout.name]]
+    return [layout.name, *(f"{size / GIB:.1f}" for size in parts), f"{sent / GIB:.1f}", BEST_FOR[layout.name]]
 
 
 def _replicas(layout: RunLayout) -> int:
@@ -122,11 +122,16 @@ def _gathered(layout: RunLayout, parameters: Sequence[ParameterFacts]) -> int:
     return sum(size for name, size in sizes.items() if held(name))
 
 
-def _sent(layout: RunLayout, parameters: Sequence[ParameterFacts]) -> Traffic:
+def _sent(layout: RunLayout, parameters: Sequence[ParameterFacts]) -> float:
+    """Return the bytes that a rank sends, by the formulas of the page; `tests/plan/test_traffic.py` counts them."""
     sizes = {parameter.name: parameter.elements * parameter.element_bytes for parameter in parameters}
     size = sum(sizes.values())
     at_root = sum(bytes_ for name, bytes_ in sizes.items() if not name.startswith("blocks."))
-    return traffic(layout.variant.name, Volume(size, size, at_root), RANKS, replicas=_replicas(layout))
+    in_fsdp = 3 * size - at_root
+    units = {"single": 0, "ddp": 2 * size, "fsdp": in_fsdp, "fsdp-grad-op": 2 * size, "fsdp-hybrid": in_fsdp}
+    shards = RANKS // _replicas(layout)
+    between_replicas = 2 * (1 - 1 / _replicas(layout)) * size / shards
+    return (1 - 1 / shards) * units.get(layout.name, 3 * size) + between_replicas
 
 
 def _speed(layout: RunLayout, results: Mapping[str, Any]) -> str:

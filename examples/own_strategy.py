@@ -19,7 +19,7 @@ from lockstep.sharding import (
     present_gradients,
     trainable_parameters,
 )
-from lockstep.strategies import MemoryUse, Section, StateSharding, Variant, gradients_all_reduced
+from lockstep.strategies import MemoryUse, Section, StateSharding, Variant
 
 
 class FlatOptions(Section):
@@ -69,7 +69,6 @@ STRATEGY = lockstep.extend.Strategy(
             name="flat",
             mesh="replicas",
             state=StateSharding("every rank holds everything, and gradients a second time while they are summed"),
-            sends=gradients_all_reduced,
         ),
     ),
 )

@@ -24,7 +24,7 @@ from lockstep.plan.gpus import GPUCluster
 from lockstep.simulation.estimate import Estimator, estimator_of
 from lockstep.simulation.page import PlannedStep, write_plan
 from lockstep.simulation.planning import NO_LENGTH, describe_clusters, row_on
-from lockstep.simulation.search import Candidate, Found, _layouts, describe, overlay_of, search, simulated
+from lockstep.simulation.search import Candidate, Found, _layouts, _Search, describe, overlay_of, search, simulated
 from lockstep.simulation.timing import SHARES, StepTime
 
 
@@ -114,7 +114,7 @@ def test_little_memory_is_answered_by_what_saves_it() -> None:
 
 
 def test_one_sample_of_a_rank_that_does_not_fit_is_checkpointed() -> None:
-    config = large(2, "auto", model=sized(8), batch={"global_size": 2}, memory={"loss_chunk": 64})
+    config = large(2, "auto", model=sized(3), batch={"global_size": 2}, memory={"loss_chunk": 64})
     whole, least = (search(estimator(config, cluster(per_node=2)), goal).best for goal in ("time", "memory"))
     assert whole is not None
     assert least is not None
@@ -124,14 +124,44 @@ def test_one_sample_of_a_rank_that_does_not_fit_is_checkpointed() -> None:
     assert (whole.checkpointing, found.best.checkpointing) == ("none", "full")
 
 
+def test_where_nothing_else_fits_the_optimizer_is_on_the_host(tmp_path: Path) -> None:
+    _, least = found_on(40, goal="memory")
+    assert least.best is not None
+    assert least.best.reserved is not None
+    own, found = found_on((least.best.reserved - 1) / 2**30)
+    assert found.best is not None
+    assert found.plan is not None
+    assert merged(own.config, found.best.overlay, tmp_path).parallel.deepspeed.offload_optimizer == "cpu"
+    assert [warning for warning in found.plan.warnings if "host's memory" in warning]
+    assert not any("doesn't fit" in warning for warning in found.plan.warnings)
+    assert least.best.layout == "single", "the host is slower than anything that fits"
+
+
+def test_where_the_whole_model_takes_more_than_expected_a_smaller_micro_batch_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = estimator(large(1, "single", model=sized(8)), cluster(per_node=1, memory=int(6.5 * 2**30)))
+    right = search(own).best
+    of_shallow = _Search._simulated
+
+    def too_little(finder: _Search, config: Config) -> Any:
+        step = of_shallow(finder, config)
+        return step._replace(reserved=int(0.85 * step.reserved))
+
+    monkeypatch.setattr(_Search, "_simulated", too_little)
+    found = search(own)
+    assert found.best == right
+    assert any(each.seconds is not None and "too much" in each.why for each in found.candidates)
+
+
 def test_what_fits_nowhere_is_shown_with_what_is_missing() -> None:
-    _, found = found_on(0.6)
+    _, found = found_on(0.3)
     assert found.best is None
     assert all(not each.fits for each in found.candidates)
     assert "no config fits" in describe(found, "time")
     missing = [each.reserved for each in found.candidates if each.reserved is not None]
     assert missing == sorted(missing)
-    assert missing[0] > 0.6 * 2**30
+    assert missing[0] > 0.3 * 2**30
 
 
 def test_the_least_memory() -> None:

@@ -29,7 +29,7 @@ from lockstep.simulation.timing import (
     shape_efficiency,
     step_time,
 )
-from lockstep.simulation.trace import Operation, Order, Sent, StepTrace, operation_of
+from lockstep.simulation.trace import OnHost, Operation, Order, Sent, StepTrace, operation_of
 
 H100 = parse_cluster("H100:8").gpu
 WIDTH, LAYERS, LENGTH, VOCABULARY = 1024, 4, 512, 4096
@@ -90,7 +90,7 @@ def test_the_parts_are_the_step(strategy: str, ranks: int) -> None:
     assert sum(step.parts.values()) == pytest.approx(step.seconds)
     assert set(step.parts) == set(SHARES)
     assert step.parts["matmul"] > step.parts["attention"] > 0
-    assert (step.parts["communication"] + step.hidden > 0) == (ranks > 1)
+    assert (step.parts["communication"] + step.hidden > 1e-5) == (ranks > 1), "more than the copy of a batch"
     assert 0.05 < step.mfu < 0.6
 
 
@@ -127,6 +127,33 @@ def test_a_fast_link_hides_what_a_slow_one_shows() -> None:
     fast, slow = (time_of(large(8), cluster(link=link)) for link in (450e9, 4e9))
     assert fast.parts["communication"] < 0.1 * fast.seconds < 0.5 * slow.seconds < slow.parts["communication"]
     assert fast.parts["matmul"] == slow.parts["matmul"]
+
+
+def test_copies_to_the_host_and_updates_there_take_time() -> None:
+    options = {"zero_stage": 3, "offload_optimizer": "cpu"}
+    config = large(1, parallel={"strategy": "deepspeed", "deepspeed": options})
+    fast, slow, far = (
+        time_of(config, cluster(per_node=1, **figures)) for figures in ({}, {"host": 6e9}, {"pcie": 5e9})
+    )
+    assert slow.parts["optimizer"] == pytest.approx(10 * fast.parts["optimizer"], rel=0.1)
+    assert slow.seconds - fast.seconds == pytest.approx(slow.parts["optimizer"] - fast.parts["optimizer"], rel=0.1)
+    elements = sum(each.elements for each in estimator_of(config, 1, None, NOTHING).parameters)
+    assert fast.parts["optimizer"] > 28 * elements / 60e9, "AdamW reads four values of fp32, and writes three"
+    assert far.parts["communication"] - fast.parts["communication"] > 4 * elements / 5e9, "a gradient, or more"
+
+
+def test_a_copy_waits_for_its_stream_and_the_host_waits_for_a_copy() -> None:
+    work = Operation(0, "memory", 0, int(335e6), None, 4, 0.0)
+    seconds = operation_seconds(work, H100)
+
+    def of(*entries: Any) -> float:
+        return step_time(StepTrace(entries=[Order("forward"), *entries]), cluster(per_node=1), 1).seconds
+
+    copy, added = OnHost(1, True, int(50e6), False), OnHost(0, False, int(60e6), False)
+    assert of(work, OnHost(0, True, int(50e6), False)) == pytest.approx(seconds + 1e-3, rel=0.05)
+    assert of(copy, work) == pytest.approx(1e-3, rel=0.05), "beside each other"
+    assert of(copy, Order("read", 1), work) == pytest.approx(1e-3 + seconds, rel=0.05)
+    assert of(added, work) == pytest.approx(1e-3 + seconds, rel=0.05)
 
 
 def test_a_network_between_nodes_takes_longer_than_a_link_within_one() -> None:

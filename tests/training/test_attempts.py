@@ -68,9 +68,8 @@ def train_on_two(folder: Path) -> None:
     lockstep.train(config(folder, parallel={"strategy": "ddp"}))
 
 
-def test_two_ranks_and_what_they_send(tmp_path: Path) -> None:
+def test_two_ranks(tmp_path: Path) -> None:
     in_world(2, train_on_two, tmp_path / "run")
     (attempt,) = read_attempts(tmp_path / "run")
     assert [ranks for _, ranks in attempt.hosts] == [2]
-    assert attempt.planned.sent == 67 * 4  # 2 (n - 1) / n of the gradients
     assert attempt.facts["ranks"] == 2

@@ -121,7 +121,7 @@ def record_attempt(
         session.seconds,
         by_host(hosts),
         {**facts_of(info), **sizes},  # the launcher looks at them when memory has run out
-        Planned(held.parameters, held.gradients, held.optimizer, plan.sent, plan.bubble),
+        Planned(held.parameters, held.gradients, held.optimizer, plan.bubble),
     )
     RunFolder.open(run).write(ATTEMPTS, attempts_text((*earlier, attempt)))
     if memory is not None:

@@ -33,7 +33,6 @@ class Planned:
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
-    sent: float | None = None
     bubble: float = 0.0
 
     @property
@@ -132,7 +131,7 @@ def _attempt(text: bytes) -> Attempt | None:
             float(record["seconds"]),
             tuple((str(host), int(ranks)) for host, ranks in record.get("hosts", ())),
             {name: value for name, value in record.items() if name not in _OWN},
-            Planned(**record.get("planned") or {}),
+            Planned(*((record.get("planned") or {}).get(name, 0) for name in Planned.__slots__)),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None

@@ -183,11 +183,11 @@ def _gpu(name: str, known: Mapping[str, Mapping[str, Any]], per_node: str) -> GP
 
 def _made(key: str, figures: Mapping[str, Any]) -> GPU:
     flops = {4: figures["tf32"] * 1e12, 2: figures["bf16"] * 1e12, 1: figures["fp8"] * 1e12}
-    bandwidth, *others = (1e9 * {**_HOST, **figures}[each] for each in ("bandwidth", "link", "network", "pcie", "host"))
+    rates = {each: 1e9 * {**_HOST, **figures}[each] for each in ("bandwidth", "link", "network", "pcie", "host")}
     return GPU(
-        key, int(figures["memory"] * 2**30), flops, bandwidth, figures["multiprocessors"], *others, figures["watts"],
-        figures[_REACHED], figures.get("device", "gpu"), figures.get("seconds", {}),
-        figures.get("measured", {}),
+        key, int(figures["memory"] * 2**30), flops, **rates, multiprocessors=figures["multiprocessors"],
+        watts=figures["watts"], reached=figures[_REACHED], device=figures.get("device", "gpu"),
+        seconds=figures.get("seconds", {}), measured=figures.get("measured", {}),
     )  # fmt: skip
 
 

@@ -113,8 +113,6 @@ class OptimizerFacts:
         whole_matrices: Its step depends on whole matrices.
         factors: Entries of its state that have one element along a dim of a matrix: that dim, from the end.
         unsharded_bytes: The part of `state_bytes` that each rank holds when rows are sharded.
-        exchanged: Elements that such ranks send to another rank and back, in the compute precision.
-        summed_bytes: Bytes that such ranks sum.
         normalizes: Its step depends on a gradient's sign or its ratio to its past, not on its size.
     """
 
@@ -123,8 +121,6 @@ class OptimizerFacts:
     normalizes: bool = True
     factors: Mapping[str, int] = field(default_factory=dict)
     unsharded_bytes: ParameterBytes = _none
-    exchanged: ParameterBytes = _none
-    summed_bytes: ParameterBytes = _none
 
 
 def _two_moments(parameter: ParameterFacts, optim: Optim) -> int:
@@ -155,16 +151,6 @@ def _columns(parameter: ParameterFacts, optim: Optim) -> int:
     return parameter.shape[1] * parameter.element_bytes if len(parameter.shape) == 2 else 0
 
 
-def _orthogonalized(parameter: ParameterFacts, optim: Optim) -> int:
-    return parameter.elements if is_hidden_matrix(parameter) else 0
-
-
-def _factor_sums(parameter: ParameterFacts, optim: Optim) -> int:
-    """Return the bytes of the sums of squares of a parameter and its update, and of a matrix's factors."""
-    of_matrix = parameter.shape[1] + 1 if len(parameter.shape) == 2 else 0
-    return (2 + of_matrix) * parameter.element_bytes
-
-
 _UNKNOWN = OptimizerFacts(_two_moments)
 """A user's optimizer: as the most common ones."""
 
@@ -172,13 +158,12 @@ OPTIMIZERS = {
     "adamw": OptimizerFacts(_two_moments),
     "adam": OptimizerFacts(_two_moments),
     "sgd": OptimizerFacts(lambda parameter, optim: parameter.bytes if optim.momentum else 0, normalizes=False),
-    "muon": OptimizerFacts(_muon, whole_matrices=True, exchanged=_orthogonalized),
+    "muon": OptimizerFacts(_muon, whole_matrices=True),
     "adafactor": OptimizerFacts(
         _factored,
         whole_matrices=True,
         factors={"row_var": -1, "col_var": -2},
         unsharded_bytes=_columns,
-        summed_bytes=_factor_sums,
     ),
     "adamw-8bit": OptimizerFacts(_eight_bits),
     "schedule-free": OptimizerFacts(lambda parameter, optim: 2 * parameter.bytes),

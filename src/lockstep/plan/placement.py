@@ -1,4 +1,4 @@
-"""Bytes of parameters, gradients and optimizer state on one rank under each strategy, and bytes sent in a step.
+"""Bytes of parameters, gradients and optimizer state on one rank under each strategy.
 
                  parameters   gradients   optimizer          the number of ranks that share it
     single            1           1           1
@@ -11,7 +11,7 @@ Activations, and what torch and its libraries allocate, are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,11 @@ from lockstep.core.records import ParameterFacts
 from lockstep.plan.batch import plan_batch
 from lockstep.plan.optimizers import OPTIMIZERS
 from lockstep.plan.summation import most_held
-from lockstep.strategies.record import ELEMENT_BYTES, Strategy, Traffic, Update, Variant, Volume, resolved
-from lockstep.strategies.registry import find_strategy, find_variant, strategies
+from lockstep.strategies.record import Strategy, Variant, resolved
+from lockstep.strategies.registry import strategies
 
 if TYPE_CHECKING:
     from lockstep.config.schema import BatchConfig, Config, Optim, Parallel
-    from lockstep.plan.batch import BatchPlan
     from lockstep.plan.mesh import Mesh
     from lockstep.strategies.record import RunLayout
 
@@ -135,75 +134,3 @@ def _place(strategy: Strategy, variant: Variant, state: State, ranks: int) -> Pl
 
 def _share(size: int, ranks: int, sharded: bool) -> int:
     return -(-size // ranks) if sharded else size
-
-
-def traffic(name: str, volume: Volume, ranks: int, *, micro_batches: int = 1, replicas: int = 1) -> Traffic:
-    """Return the bytes that a rank sends in a step under the variant of this name.
-
-    Args:
-        micro_batches: Of each rank; ddp and fsdp reduce gradients once, in the last.
-        replicas: Of a hybrid, a divisor of `ranks`.
-    """
-    assert ranks % replicas == 0
-    return find_variant(name)[1].sends(Update(volume, ranks // replicas, replicas, micro_batches))
-
-
-def sent_bytes(
-    config: Config,
-    layout: RunLayout,
-    parameters: Sequence[ParameterFacts],
-    mesh: Mesh,
-    batch: BatchPlan,
-    companion: Sequence[ParameterFacts] = (),
-) -> float | None:
-    """Return the bytes that a rank sends in a step; None where the model or its sequences are partitioned.
-
-    Args:
-        companion: The parameters of a second model; empty: there is none, or it is the model without its adapter.
-    """
-    if mesh.pieces > 1 or mesh.context > 1:
-        return None
-    if mesh.shares == 1:
-        return 0.0
-    config = config.with_values(parallel={"strategy": layout.strategy.name})
-    volume = volume_of(config, parameters)
-    replicas = mesh.data if layout.variant.mesh == "hybrid" else 1
-    name = layout.variant.name
-    sent = traffic(name, volume, mesh.shares, micro_batches=batch.accumulation, replicas=replicas).total
-    if config.objective.second_model is None or not layout.variant.state.parameters:
-        return sent
-    forwards = [] if config.objective.precompute else [companion or parameters]
-    forwards += [parameters] if config.objective.kind == "kto" else []
-    gathered = [Volume(volume_of(config, each).parameters, gradients=0) for each in forwards]
-    shards = mesh.shares // replicas
-    return sent + sum(Update(each, shards, 1, 1).traffic(batch.accumulation, 0).total for each in gathered)
-
-
-def volume_of(
-    config: Config,
-    parameters: Sequence[ParameterFacts],
-    lowered: Collection[str] = (),
-    at_root: Collection[str] = (),
-) -> Volume:
-    """Return the bytes of a model that travel, in the dtypes of gathers and reductions.
-
-    Args:
-        lowered: Parameters that autocast casts wherever they are used: fsdp and ZeRO-3 gather those in its type.
-        at_root: Names of parameters in no block.
-    """
-    strategy, narrow = find_strategy(config.parallel.strategy), ELEMENT_BYTES.get(config.precision.compute, 4)
-    facts, trained = OPTIMIZERS[config.optim.name], [parameter for parameter in parameters if parameter.trainable]
-    everything, reduced = strategy.memory.element_bytes(strategy.options_of(config.parallel))
-    gathered = {
-        each.name: each.bytes
-        if each.quantized
-        else each.elements * (everything or (narrow if each.name in lowered else each.element_bytes))
-        for each in parameters
-    }
-    return Volume(
-        parameters=sum(gathered.values()),
-        gradients=sum(parameter.elements * reduced for parameter in trained),
-        at_root=sum(gathered[name] for name in at_root),
-        exchanged=narrow * sum(facts.exchanged(parameter, config.optim) for parameter in trained),
-        summed=sum(facts.summed_bytes(parameter, config.optim) for parameter in trained),
-    )

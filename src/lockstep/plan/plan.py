@@ -18,7 +18,7 @@ from lockstep.plan.features import FeatureRequest, check_features, refusal
 from lockstep.plan.mesh import AXES, Mesh, mesh_of
 from lockstep.plan.modules import ModuleParameters, describe_modules, parameters_by_module
 from lockstep.plan.optimizers import Grouping, group_parameters
-from lockstep.plan.placement import Placement, checkpoint_bytes, placements, sent_bytes
+from lockstep.plan.placement import Placement, checkpoint_bytes, placements
 from lockstep.plan.refusals import changed_options, refuse_for_partitions, refuse_variable
 from lockstep.plan.schedule import epoch_length, horizon
 from lockstep.plan.stages import bubble, stages_of
@@ -52,7 +52,6 @@ class Plan:
         placements: Bytes per rank under each strategy.
         warnings: Probable mistakes, a sentence each.
         checkpoint_bytes: Of a checkpoint, all ranks together.
-        sent: Bytes that a rank sends in a step, if known.
         bubble: Share of its time that a rank of a pipeline waits.
     """
 
@@ -76,7 +75,6 @@ class Plan:
     placements: tuple[Placement, ...]
     warnings: tuple[str, ...]
     checkpoint_bytes: int
-    sent: float | None = None
     bubble: float = 0.0
 
     @property
@@ -149,7 +147,6 @@ def make_plan(
         modules=parameters_by_module(parameters),
         groups=group_parameters(parameters, config.optim),
         placements=_possible(placements(state_of(config, ranks, held), ranks, layout, mesh), request),
-        sent=sent_bytes(config, layout, parameters, mesh, batch, companion),
         bubble=_waits(config.parallel.pipeline_parallel, mesh, batch),
         warnings=(),
         checkpoint_bytes=checkpoint_bytes(config, parameters),

@@ -38,7 +38,7 @@ from lockstep.plan.gpus import GPU, GPUCluster
 from lockstep.simulation.estimate import estimator_of
 from lockstep.simulation.repeats import tensors_in
 from lockstep.simulation.timing import collective_seconds, operation_seconds
-from lockstep.simulation.trace import NO_KERNEL, Operation, Sent, StepTrace, operation_of
+from lockstep.simulation.trace import NO_KERNEL, Operation, Order, Sent, StepTrace, operation_of
 from lockstep.training.job import opened
 
 _SIDES = (16, 64, 192, 768, 2048)  # of matrices
@@ -356,7 +356,8 @@ def _in_steps(section: Launch, ranks: int, measurement: dict[str, Any]) -> tuple
 def _counts(config: Config, ranks: int, measurement: dict[str, Any]) -> tuple[float, int, float, float]:
     """Return how many operations and collectives a step has, and the seconds of the former and of the latter."""
     reached, flops = dict.fromkeys(_SHARES, 1.0), _rates(measurement["measured"])
-    gpu = GPU("", 0, flops, 1e11, 1, 1e9, 1e9, 1e9, 1e9, 0, reached, measurement["device"], measured=measurement["measured"])
+    measured, link = measurement["measured"], 1e9
+    gpu = GPU("", 0, flops, 1e11, 1, link, link, link, link, 0, reached, measurement["device"], measured=measured)
     cluster, traces = GPUCluster(gpu, ranks, 1), list[StepTrace]()
     estimator_of(config, ranks, None, UserObjects(), cluster).peak(config, traces)
     calls, collectives, seconds, sent = 0.0, 0, 0.0, 0.0
@@ -365,6 +366,6 @@ def _counts(config: Config, ranks: int, measurement: dict[str, Any]) -> tuple[fl
             calls, seconds = calls + 1, seconds + operation_seconds(entry, gpu)
         elif isinstance(entry, Sent):
             collectives, sent = collectives + (not entry.asynchronous), sent + collective_seconds(entry, cluster)
-        elif entry.what == "issue":
+        elif isinstance(entry, Order) and entry.what == "issue":
             calls += _VIEW
     return calls, collectives, seconds, sent

@@ -119,7 +119,7 @@ class _Replay:
 
     def _on_host(self, entry: OnHost, now: float) -> None:
         gpu = self.cluster.gpu
-        if entry.stream is not None:
+        if entry.copies:
             self.host += _CALL
             self.streams[entry.stream] = max(now, self.host) + _LAUNCH + entry.bytes / gpu.pcie
             return

@@ -78,11 +78,12 @@ class Sent(NamedTuple):
 
 
 class OnHost(NamedTuple):
-    """Bytes that are copied between the host and the device, on a stream; or that the host's own operation moves."""
+    """An operation of the host, or a copy between it and the device, and the bytes that it moves."""
 
-    stream: int | None
+    stream: int
+    copies: bool
     bytes: int
-    in_optimizer: bool = False
+    in_optimizer: bool
 
 
 class Order(NamedTuple):
@@ -144,7 +145,7 @@ class StepTrace:
             places |= {tensor.device.type for tensor in tensors_in(args)}
         if "cpu" in places and self.device_type != "cpu":
             if not func.is_view and packet not in NO_KERNEL:
-                self._see_host(call, stream if len(places) > 1 else None)
+                self._see_host(call, stream, copies=len(places) > 1)
             return
         if self.device_type not in places:
             return
@@ -163,10 +164,10 @@ class StepTrace:
         flops = share * operation.flops if counts else 0.0
         self.entries.append(operation._replace(stream=stream, part=part, model_flops=flops))
 
-    def _see_host(self, call: Call, stream: int | None) -> None:
-        moved = _bytes(call.func, call.args, call.kwargs, call.outputs) if stream is None else _size(call.outputs)
-        self.entries.append(OnHost(stream, moved, self.in_optimizer))
-        if stream is not None and not (call.kwargs.get("non_blocking") or call.args[2:] == (True,)):
+    def _see_host(self, call: Call, stream: int, *, copies: bool) -> None:
+        moved = _size(call.outputs) if copies else _bytes(call.func, call.args, call.kwargs, call.outputs)
+        self.entries.append(OnHost(stream, copies, moved, self.in_optimizer))
+        if copies and not (call.kwargs.get("non_blocking") or call.args[2:] == (True,)):
             self.entries.append(Order("read", stream))
 
     def ordered(self, what: Literal["record", "wait", "read"], stream: device.Stream, event: device.Event) -> None:

@@ -9,15 +9,12 @@ from lockstep.strategies.record import (
     MeshKind,
     StateSharding,
     Strategy,
-    Traffic,
-    Update,
     Variant,
-    gradients_all_reduced,
 )
 from lockstep.strategies.registry import register_strategy
 from lockstep.strategies.section import Section
 
 __all__ = [
     "Cell", "Combinations", "Exactness", "Hooks", "MemoryUse", "MeshKind", "Section", "StateSharding", "Strategy",
-    "Traffic", "Update", "Variant", "gradients_all_reduced", "register_strategy",
+    "Variant", "register_strategy",
 ]  # fmt: skip

@@ -17,7 +17,6 @@ from lockstep.strategies.record import (
     StateSharding,
     Strategy,
     Variant,
-    gradients_all_reduced,
 )
 from lockstep.strategies.section import Positive, Section
 
@@ -89,7 +88,6 @@ STRATEGY = Strategy(
                 "every rank holds everything",
                 gradient_copies=lambda options: 1 if options.gradient_as_bucket_view else 2,
             ),
-            sends=gradients_all_reduced,
             implied=True,
         ),
     ),

@@ -11,7 +11,6 @@ DeepSpeed 0.19 all-reduces them. zero3 sends less for a model below `stage3_max_
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -24,10 +23,7 @@ from lockstep.strategies.record import (
     MemoryUse,
     StateSharding,
     Strategy,
-    Traffic,
-    Update,
     Variant,
-    gradients_all_reduced,
     refused,
 )
 from lockstep.strategies.section import PathText, Section
@@ -52,13 +48,6 @@ class DeepSpeed(Section):
     keys are passed on or refused by name."""
 
 
-def _sends(stage: int, update: Update) -> Traffic:
-    if stage == 0:
-        return gradients_all_reduced(update)
-    parts = update.micro_batches
-    return update.traffic(gathers=2 * parts if stage == 3 else 1, reduces={1: 2, 2: 2 * parts, 3: parts}[stage])
-
-
 _ENGINE = refused("DeepSpeed's engine updates, and nothing averages beside it; take fsdp, or leave it out")
 
 
@@ -70,7 +59,6 @@ def _zero(stage: int, note: str) -> Variant:
         options={"zero_stage": stage},
         mesh="shards" if stage else "replicas",
         state=StateSharding(note, *sharded, kept_whole="lockstep.config.deepspeed:kept_whole" if stage == 3 else ""),
-        sends=partial(_sends, stage),
         cells={"averaged weights": _ENGINE} if stage else {"offload": NONE},
     )
 

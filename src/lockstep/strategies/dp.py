@@ -8,7 +8,6 @@ from lockstep.strategies.record import (
     StateSharding,
     Strategy,
     Variant,
-    nothing_sent,
     refused,
 )
 
@@ -29,7 +28,6 @@ STRATEGY = Strategy(
             state=StateSharding(
                 "one process; the first GPU holds everything, each other GPU a temporary copy of the parameters"
             ),
-            sends=nothing_sent,
         ),
     ),
 )

@@ -8,7 +8,6 @@ hybrids      among the shards of a replica; then each shard's gradients are all-
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 from lockstep.core.errors import Problem
@@ -24,10 +23,7 @@ from lockstep.strategies.record import (
     MeshKind,
     StateSharding,
     Strategy,
-    Traffic,
-    Update,
     Variant,
-    gradients_all_reduced,
     refused,
 )
 from lockstep.strategies.section import Positive, Section
@@ -85,34 +81,25 @@ class FSDP(Section):
     """Keep parameters, gradients and optimizer state in host memory, and update there; for GPUs."""
 
 
-def _full_shard(update: Update) -> Traffic:
-    return update.traffic(gathers=2 * update.micro_batches, reduces=1, at_root=-update.micro_batches)
-
-
-def _grad_op(update: Update) -> Traffic:
-    return update.traffic(gathers=update.micro_batches, reduces=1)
-
-
-_SETTINGS: dict[str, tuple[MeshKind, Callable[[Update], Traffic]]] = {
-    "FULL_SHARD": ("shards", _full_shard),
-    "SHARD_GRAD_OP": ("shards", _grad_op),
-    "NO_SHARD": ("replicas", gradients_all_reduced),
-    "HYBRID_SHARD": ("hybrid", _full_shard),
-    "_HYBRID_SHARD_ZERO2": ("hybrid", _grad_op),
+_SETTINGS: dict[str, tuple[MeshKind, bool]] = {  # and whether parameters stay gathered until the backward
+    "FULL_SHARD": ("shards", False),
+    "SHARD_GRAD_OP": ("shards", True),
+    "NO_SHARD": ("replicas", False),
+    "HYBRID_SHARD": ("hybrid", False),
+    "_HYBRID_SHARD_ZERO2": ("hybrid", True),
 }
 
 
 def _variant(name: str, setting: str, note: str, replicated: str = "") -> Variant:
     """Return the variant of a `sharding_strategy`; `replicated`: the one that does the same in several replicas."""
-    mesh, sends = _SETTINGS[setting]
-    shards, stays = mesh != "replicas", sends is _grad_op
+    mesh, stays = _SETTINGS[setting]
+    shards = mesh != "replicas"
     return Variant(
         name=name,
         title="" if mesh == "hybrid" else f"fsdp with {setting}",
         options={"sharding_strategy": setting},
         mesh=mesh,
         state=StateSharding(note, parameters=shards, gradients=shards, optimizer=shards, stays_gathered=stays),
-        sends=sends,
         replicated=replicated and f"parallel.fsdp.sharding_strategy: {replicated}",
     )
 

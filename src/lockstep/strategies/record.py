@@ -71,72 +71,6 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Volume:
-    """Bytes of a model that travel between ranks.
-
-    Attributes:
-        parameters: In the type that they are gathered in.
-        gradients: In the type that they are reduced in.
-        at_root: Parameters outside of blocks: gathered once; blocks' are gathered twice.
-        exchanged: What an optimizer of whole matrices gathers, each on one rank, and sends back.
-        summed: What it sums over the shards.
-    """
-
-    parameters: int
-    gradients: int
-    at_root: int = 0
-    exchanged: int = 0
-    summed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes that a rank sends in a step: of parameters, of gradients, and by the optimizer itself."""
-
-    gathered: float = 0.0
-    reduced: float = 0.0
-    optimizer: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.gathered + self.reduced + self.optimizer
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """One step to compute the traffic of, on shards x replicas ranks with `micro_batches` on each."""
-
-    volume: Volume
-    shards: int
-    replicas: int
-    micro_batches: int
-
-    def traffic(self, gathers: float, reduces: float, at_root: float = 0.0) -> Traffic:
-        """Return what a rank sends if the shards gather all parameters and scatter all gradients this many times.
-
-        Replicas then all-reduce each shard's gradients.
-
-        Args:
-            at_root: How many more times the shards gather the parameters in no block.
-        """
-        volume, share = self.volume, (self.shards - 1) / self.shards
-        all_reduced = 2 * (self.replicas - 1) / self.replicas * volume.gradients / self.shards
-        gathered = share * (gathers * volume.parameters + at_root * volume.at_root)
-        optimizer = 2 * share * (volume.exchanged / self.shards + volume.summed)
-        return Traffic(gathered, share * reduces * volume.gradients + all_reduced, optimizer)
-
-
-def nothing_sent(update: Update) -> Traffic:
-    return Traffic()
-
-
-def gradients_all_reduced(update: Update) -> Traffic:
-    """Return the traffic of one all-reduce of all gradients over all ranks."""
-    ranks = update.shards * update.replicas
-    return Traffic(reduced=2 * (ranks - 1) / ranks * update.volume.gradients)
-
-
-@dataclass(frozen=True, slots=True)
 class StateSharding:
     """The parts of the training state that are sharded by the mesh's shard axis; the rest is whole on each rank.
 
@@ -164,7 +98,6 @@ class Variant:
 
     Attributes:
         options: Options that select it.
-        sends: The bytes that a rank sends in a step.
         cells: Features that differ from the strategy's.
         title: Its name in messages; empty: the strategy's name.
         replicated: The option, `KEY: VALUE`, that does the same with several replicas, if any.
@@ -174,7 +107,6 @@ class Variant:
     name: str
     mesh: MeshKind
     state: StateSharding
-    sends: Callable[[Update], Traffic]
     options: Mapping[str, Any] = field(default_factory=dict)
     cells: Mapping[str, Cell] = field(default_factory=dict)
     title: str = ""

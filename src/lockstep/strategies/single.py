@@ -10,7 +10,6 @@ from lockstep.strategies.record import (
     StateSharding,
     Strategy,
     Variant,
-    nothing_sent,
 )
 
 STRATEGY = Strategy(
@@ -20,9 +19,5 @@ STRATEGY = Strategy(
     combines=Combinations(one_process="one process", finds_unused=True),
     memory=MemoryUse(holds_everything=True),
     cells={"bf16 parameters": CPU},
-    variants=(
-        Variant(
-            name="single", mesh="one process", state=StateSharding("one process holds everything"), sends=nothing_sent
-        ),
-    ),
+    variants=(Variant(name="single", mesh="one process", state=StateSharding("one process holds everything")),),
 )
