@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 83_245
+MOST_LINES = 83_125
 MOST_FILES = 487
-MOST_CODE = 50_680
+MOST_CODE = 50_627
 """Lines without docstrings, comments, blank lines and imports."""
 MOST_OF_A_PACKAGE = 5_000
 LARGER_PACKAGES: dict[str, int] = {}
