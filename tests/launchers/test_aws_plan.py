@@ -132,7 +132,10 @@ def test_checkpoints_go_to_the_bucket(capsys: pytest.CaptureFixture[str]) -> Non
             TRAIN,
             "3 problems in the config\n  --type: is missing; give an instance type, such as g6.12xlarge\n  --bu",
         ),
-        ([*NEEDED[:-2], *TRAIN], "no AWS region is given; give --region, such as us-east-1, or set AWS_DEFAULT_REGION"),
+        (
+            [*NEEDED[:-2], *TRAIN],
+            "no AWS region is given; set AWS_DEFAULT_REGION, such as us-east-1, or give --region to a launch",
+        ),
         ([*NEEDED, "--bucket", "s3:/x", *TRAIN], "--bucket: 's3:/x' is not BUCKET or BUCKET/PREFIX"),
         ([*NEEDED, "--nodes", "2", "verify", "digits"], "--nodes: 2, but `lockstep verify` runs on one node"),
         ([*NEEDED, "--sweep", "optim.lr=1,2", *TRAIN], "--sweep: needs a queue with job arrays, and aws"),
@@ -239,6 +242,21 @@ def test_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     note = cost_note(price, options, "eu-west-1")
     assert gives(note, "cost", 2, 1.5, "3.00 dollars", "on demand", "eu-west-1")
     assert "spot" in note
+
+
+def test_plan_asks_aws_for_the_price_of_an_instance(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    prices = {"g6.12xlarge": 4.6}
+    monkeypatch.setattr(aws, "hourly_price", lambda calls, kind: prices.get(kind))
+    words = ["plan", "digits", "--peak", "planned", "--json", "--price", "aws", "--gpus"]
+    assert main([*words, "g6.12xlarge"]) == 0
+    [row] = json.loads(capsys.readouterr().out)["strategies"]
+    assert row["cost"] == pytest.approx(4.6 * row["hours"]), "of the instance, not of each GPU"
+    for gpus in ("p4d.24xlarge", "H100:8"):
+        assert main([*words, gpus]) == 2
+        assert gives(capsys.readouterr().err, "us-east-1", gpus)
 
 
 DOCS = (Path(__file__).parents[2] / "docs" / "aws.md").read_text()

@@ -15,7 +15,7 @@ from lockstep.core.errors import ConfigError, RunFailed
 from lockstep.core.formatting import size as shown_size
 from lockstep.core.json_output import emit
 from lockstep.core.terminal import command_line, echo, muted_stderr
-from lockstep.plan.gpus import parse_clusters
+from lockstep.plan.gpus import parse_cluster, parse_clusters
 
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
@@ -41,7 +41,9 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     )
     parser.add_argument("--gpus", metavar="NAME:N", help=text)
     parser.add_argument("--nodes", metavar="N", help="with --gpus: nodes, or several numbers: 1,2,4 or 1..8; default 1")
-    text = "with --gpus: of a GPU, or of the instance, for an hour, such as 2.5USD; or a list, one for each of --gpus"
+    text = (
+        "with --gpus: of a GPU, or of the instance, for an hour, such as 2.5USD; a list, one for each; or aws: ask AWS"
+    )
     parser.add_argument("--price", metavar="PRICE", help=text)
     text = "with --gpus: find the best strategy, micro-batch and activation checkpointing that fit, as an overlay"
     parser.add_argument("--search", action="store_true", help=text)
@@ -70,6 +72,24 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     return Prepared(partial(execute, args, loaded, name), loaded.config, f"plan-{name}")
 
 
+def _prices_at_aws(gpus: str) -> str:
+    """Return what AWS's price list has for each instance type, as --price takes it. Raises ConfigError."""
+    from lockstep.launchers.aws import hourly_price
+    from lockstep.launchers.aws_calls import AwsCalls, known_region
+
+    aws, prices = AwsCalls(known_region(None, None), attempts=1), []
+    for name in gpus.split(","):
+        instance = parse_cluster(name).instance
+        price = hourly_price(aws, instance) if instance else None
+        if price is None:
+            what = (
+                f"in {aws.region} has no {name}, or can't be read; --gpus takes an instance type, such as p5.48xlarge"
+            )
+            raise ConfigError(f"--price aws: AWS's price list {what}")
+        prices.append(f"{price}USD")
+    return ",".join(prices)
+
+
 def _check(args: argparse.Namespace) -> None:
     """Read the clusters, and raise ConfigError for flags that don't go together."""
     if args.modes and not args.measure:
@@ -82,7 +102,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--nodes and --price are for --gpus, such as --gpus H100:8")
     if args.search and (args.gpus is None or args.measure):
         raise ConfigError("--search needs the GPUs to search on, such as --gpus H100:8, without --measure")
-    args.clusters = [] if args.gpus is None else parse_clusters(args.gpus, args.nodes or "1", args.price)
+    price = _prices_at_aws(args.gpus) if args.price == "aws" else args.price
+    args.clusters = [] if args.gpus is None else parse_clusters(args.gpus, args.nodes or "1", price)
     if args.goal == "cost" and args.price is None:
         raise ConfigError("--goal cost needs the price of a GPU for an hour, such as --price 2.5USD")
     if args.clusters and args.modes:

@@ -83,7 +83,7 @@ def known_region(region: str | None, profile: str | None) -> str:
     """Return the region that is given, or the one of the AWS configuration. Raises ConfigError."""
     known = _session(profile, region).region_name
     if not known:
-        raise ConfigError("no AWS region is given; give --region, such as us-east-1, or set AWS_DEFAULT_REGION")
+        raise ConfigError("no AWS region is given; set AWS_DEFAULT_REGION, such as us-east-1, or give --region to a launch")
     return str(known)
 
 
@@ -92,7 +92,7 @@ def _session(profile: str | None, region: str | None) -> Any:
         import boto3
         from botocore.exceptions import ProfileNotFound
     except ImportError:
-        raise ConfigError(f"launch aws needs the package boto3: {pip_install('aws')}") from None
+        raise ConfigError(f"AWS needs the package boto3: {pip_install('aws')}") from None
     try:
         return boto3.session.Session(profile_name=profile, region_name=region)
     except ProfileNotFound:
