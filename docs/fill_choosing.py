@@ -123,15 +123,16 @@ def _gathered(layout: RunLayout, parameters: Sequence[ParameterFacts]) -> int:
 
 
 def _sent(layout: RunLayout, parameters: Sequence[ParameterFacts]) -> float:
-    """Return the bytes that a rank sends, by the formulas of the page; `tests/plan/test_traffic.py` counts them."""
+    """Return the bytes that a rank sends, by the page's formulas, for one micro-batch."""
     sizes = {parameter.name: parameter.elements * parameter.element_bytes for parameter in parameters}
     size = sum(sizes.values())
     at_root = sum(bytes_ for name, bytes_ in sizes.items() if not name.startswith("blocks."))
     in_fsdp = 3 * size - at_root
     units = {"single": 0, "ddp": 2 * size, "fsdp": in_fsdp, "fsdp-grad-op": 2 * size, "fsdp-hybrid": in_fsdp}
+    units |= dict.fromkeys(("zero1", "zero2", "zero3"), 3 * size)
     shards = RANKS // _replicas(layout)
     between_replicas = 2 * (1 - 1 / _replicas(layout)) * size / shards
-    return (1 - 1 / shards) * units.get(layout.name, 3 * size) + between_replicas
+    return (1 - 1 / shards) * units[layout.name] + between_replicas
 
 
 def _speed(layout: RunLayout, results: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.strategies.record import Strategy, Variant
 from lockstep.strategies.registry import layouts
 
 LAYOUTS = layouts()
@@ -17,6 +18,11 @@ DRILLED = {
 }  # fmt: skip
 """Variants of a strategy that has a row in `make test`: their own rows of large tables are run by `make drill`."""
 HYBRID = {name for name, layout in LAYOUTS.items() if layout.variant.mesh == "hybrid"}
+
+
+def variant_of(name: str) -> tuple[Strategy, Variant]:
+    """Return a strategy and its variant of this name."""
+    return LAYOUTS[name].strategy, LAYOUTS[name].variant
 
 
 def is_partitioned(name: str) -> bool:

@@ -134,7 +134,7 @@ def test_checkpoints_go_to_the_bucket(capsys: pytest.CaptureFixture[str]) -> Non
         ),
         (
             [*NEEDED[:-2], *TRAIN],
-            "no AWS region is given; set AWS_DEFAULT_REGION, such as us-east-1, or give --region to a launch",
+            "no AWS region is given; set AWS_DEFAULT_REGION, such as us-east-1, or --region of a launch",
         ),
         ([*NEEDED, "--bucket", "s3:/x", *TRAIN], "--bucket: 's3:/x' is not BUCKET or BUCKET/PREFIX"),
         ([*NEEDED, "--nodes", "2", "verify", "digits"], "--nodes: 2, but `lockstep verify` runs on one node"),

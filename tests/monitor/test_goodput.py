@@ -133,7 +133,7 @@ def test_an_attempt_is_read_as_it_was_written(tmp_path: Path) -> None:
     hosts = by_host(["a", "a", "b", "b", "a"])
     assert hosts == (("a", 2), ("b", 2), ("a", 1))
     facts = {"ranks": 5, "flops_per_token": 6e9, "peak_flops": 1e15}
-    written = Attempt(BEGIN, BEGIN + 1, math.nan, 3, 2.5, hosts, facts, Planned(1, 2, 3, 4.0, 0.25))
+    written = Attempt(BEGIN, BEGIN + 1, math.nan, 3, 2.5, hosts, facts, Planned(1, 2, 3, 0.25))
     (tmp_path / "attempts.jsonl").write_text(attempts_text([written]))
     (attempt,) = read_attempts(tmp_path)
     assert attempt.hosts == hosts

@@ -27,7 +27,7 @@ GPU = Attempt(
         "device": "NVIDIA H100 80GB HBM3", "precision": "bf16", "ranks": 8, "accumulation": 2, "parameters": 10**9,
         "flops_per_token": 6e9, "peak_flops": 989.5e12, "memory_bandwidth": 3.35e12,
     },
-    planned=Planned(4 * 2**30, 4 * 2**30, 8 * 2**30, 7e9, 0.0),
+    planned=Planned(4 * 2**30, 4 * 2**30, 8 * 2**30, 0.0),
 )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def test_an_update_beside_its_plan_and_the_peak(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_waits_by_its_plan(tmp_path: Path) -> None:
-    divided = replace(GPU, planned=Planned(2**30, 2**30, 2**31, None, 0.2))
+    divided = replace(GPU, planned=Planned(2**30, 2**30, 2**31, 0.2))
     text = "\n".join(explain(write_run(tmp_path / "run", divided)).sentences)
     assert gives(text, "pipeline", "20%")
 

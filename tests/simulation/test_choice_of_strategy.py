@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kit.failures import fails
+from kit.layouts import variant_of
 from simulation.test_peak_memory import NOTHING, decoder, estimator
 from simulation.test_step_time import cluster, large
 
@@ -25,7 +26,6 @@ from lockstep.plan.plan import Machine, make_plan
 from lockstep.simulation.answering import answer
 from lockstep.simulation.estimate import estimator_of, under
 from lockstep.simulation.search import Candidate, _decision, decide
-from lockstep.strategies.registry import find_variant
 
 MIB = 1 << 20
 WEIGHT = [ParameterFacts("weight", (4, 4), 4, True)]
@@ -42,7 +42,7 @@ def automatic(**sections: Any) -> Any:
 
 def peak(config: Any, decision: Decision, ranks: int) -> int:
     batch = config.batch.model_copy(update={"micro_size": decision.micro_size})
-    strategy, variant = find_variant("fsdp" if decision.strategy == "fsdp" else "ddp")
+    strategy, variant = variant_of("fsdp" if decision.strategy == "fsdp" else "ddp")
     return estimator(config, ranks).peak(under(config.model_copy(update={"batch": batch}), strategy, variant)).bytes
 
 
@@ -81,7 +81,7 @@ def test_what_auto_takes_on_unknown_devices_was_simulated_with_all_its_blocks(sh
 
     def on_cpu(decision: Decision) -> int:
         batch = {"micro_size": decision.micro_size}
-        chosen = under(config.with_values(batch=batch), *find_variant(decision.strategy))
+        chosen = under(config.with_values(batch=batch), *variant_of(decision.strategy))
         return replace(estimator(config, 4), device_type="cpu").peak(chosen).bytes
 
     memory = int(share * on_cpu(Decision("ddp", 4, "")) / USABLE) + 1

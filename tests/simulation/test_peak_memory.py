@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kit import small
+from kit.layouts import variant_of
 
 import lockstep
 from lockstep.assembly.planning import data_facts
@@ -25,7 +26,6 @@ from lockstep.simulation.failing import Unpredictable
 from lockstep.simulation.memory import MemoryLedger, Peak, Watched, resizes_seen
 from lockstep.simulation.planning import describe_memory
 from lockstep.simulation.updates import peak_of_rank, run_updates
-from lockstep.strategies.registry import find_variant
 from lockstep.training.job import opened
 
 NOTHING = UserObjects()
@@ -83,7 +83,7 @@ def test_the_prediction_equals_the_measurement_by_category(feature: str) -> None
 def test_shards_and_replicas_hold_what_they_should() -> None:
     config = decoder(parallel={"strategy": "fsdp"}, launch={"device": "auto"}, precision={"compute": "bf16"})
     elements = sum(fact.elements for fact in estimator(config, 4).parameters)
-    sharded, whole = (estimator(config, 4).peak(under(config, *find_variant(name))) for name in ("fsdp", "ddp"))
+    sharded, whole = (estimator(config, 4).peak(under(config, *variant_of(name))) for name in ("fsdp", "ddp"))
     assert sharded.by_category["parameters"] == pytest.approx(elements, rel=0.02)  # four bytes, over four ranks
     assert whole.by_category["parameters"] == pytest.approx(4 * elements, rel=0.02)
     assert sharded.by_category["optimizer"] == pytest.approx(2 * elements, rel=0.02)
@@ -95,7 +95,7 @@ def test_what_a_rank_keeps_whole_is_at_most_its_peak(name: str, accumulated: int
     """So a strategy that `too_large` leaves out would not fit."""
     wide = {"kind": "transformer", "vocabulary": 256, "layers": 4, "heads": 4, "width": 256}
     batch = {"global_size": 8 * accumulated, "micro_size": 1}
-    own = estimator(under(decoder(model=wide, batch=batch, precision={"compute": "bf16"}), *find_variant(name)), 8)
+    own = estimator(under(decoder(model=wide, batch=batch, precision={"compute": "bf16"}), *variant_of(name)), 8)
     peak, elements = own.peak(own.config).bytes, sum(fact.elements for fact in own.parameters)
     assert not replace(own, memory=peak).too_large(own.config)
     sharded = 2 * elements  # parameters, gradients and two moments in fp32, over eight ranks

@@ -24,7 +24,17 @@ from lockstep.plan.gpus import GPUCluster
 from lockstep.simulation.estimate import Estimator, estimator_of
 from lockstep.simulation.page import PlannedStep, write_plan
 from lockstep.simulation.planning import NO_LENGTH, describe_clusters, row_on
-from lockstep.simulation.search import Candidate, Found, _layouts, _Search, describe, overlay_of, search, simulated
+from lockstep.simulation.search import (
+    Candidate,
+    Found,
+    _layouts,
+    _offloaded,
+    _Search,
+    describe,
+    overlay_of,
+    search,
+    simulated,
+)
 from lockstep.simulation.timing import SHARES, StepTime
 
 
@@ -124,17 +134,32 @@ def test_one_sample_of_a_rank_that_does_not_fit_is_checkpointed() -> None:
     assert (whole.checkpointing, found.best.checkpointing) == ("none", "full")
 
 
-def test_where_nothing_else_fits_the_optimizer_is_on_the_host(tmp_path: Path) -> None:
-    _, least = found_on(40, goal="memory")
+def test_where_nothing_else_fits_the_optimizer_is_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, least = found_on(40, goal="memory", layers=1)
     assert least.best is not None
     assert least.best.reserved is not None
-    own, found = found_on((least.best.reserved - 1) / 2**30)
+    own, found = found_on((least.best.reserved - 1) / 2**30, layers=1)
     assert found.best is not None
     assert found.plan is not None
     assert merged(own.config, found.best.overlay, tmp_path).parallel.deepspeed.offload_optimizer == "cpu"
-    assert [warning for warning in found.plan.warnings if "host's memory" in warning]
+    assert "host's memory" in found.best.why
     assert not any("doesn't fit" in warning for warning in found.plan.warnings)
     assert least.best.layout == "single", "the host is slower than anything that fits"
+    of_shallow = _Search._simulated
+
+    def too_little(finder: _Search, config: Config) -> Any:
+        step = of_shallow(finder, config)
+        return step._replace(reserved=int(0.97 * step.reserved))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Search, "_simulated", too_little)
+        assert search(own).best == found.best, "also if shallow models have promised that something else fits"
+
+
+def test_axes_that_the_config_has_do_not_keep_a_search_from_offloading() -> None:
+    divided = large(2, parallel={"strategy": "ddp", "tensor": 2}, model=sized(2))
+    names = [name for name, config in _offloaded(divided) if config.parallel.tensor == 1]
+    assert len(names) == len(list(_offloaded(divided))) > 0
 
 
 def test_where_the_whole_model_takes_more_than_expected_a_smaller_micro_batch_is_taken(

@@ -21,6 +21,7 @@ from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError
 from lockstep.plan.gpus import GPU, GPUCluster, parse_cluster, parse_clusters, parse_price
 from lockstep.simulation.estimate import estimator_of
+from lockstep.simulation.repeats import Call
 from lockstep.simulation.timing import (
     SHARES,
     StepTime,
@@ -154,6 +155,33 @@ def test_a_copy_waits_for_its_stream_and_the_host_waits_for_a_copy() -> None:
     assert of(copy, work) == pytest.approx(1e-3, rel=0.05), "beside each other"
     assert of(copy, Order("read", 1), work) == pytest.approx(1e-3 + seconds, rel=0.05)
     assert of(added, work) == pytest.approx(1e-3 + seconds, rel=0.05)
+
+
+def test_a_copy_hides_no_collective() -> None:
+    work = Operation(0, "memory", 0, int(1.4e10), None, 4, 0.0)
+    beside = Sent(1, "all_reduce", tuple(range(8)), int(5e8), asynchronous=True)
+    copy = OnHost(0, True, int(1e9), False)
+    without, with_copy = (
+        step_time(StepTrace(entries=[Order("forward"), beside, work, *more, Order("join")]), cluster(), 1)
+        for more in ([], [copy])
+    )
+    assert without.hidden == pytest.approx(with_copy.hidden, rel=0.01)
+    assert with_copy.seconds - without.seconds == pytest.approx(1e9 / H100.pcie, rel=0.01)
+
+
+def test_what_an_operation_changes_says_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = StepTrace(device_type="meta")
+    monkeypatch.setattr(StepTrace, "_stream", lambda self: 0)
+    here, there = [torch.zeros(8)], [torch.empty(8, device="meta")]
+    scaled, copied = torch.ops.aten._foreach_mul_.Tensor, torch.ops.aten._foreach_copy_.default
+    for func, args in ((scaled, (there, torch.tensor(2.0))), (copied, (there, here)), (scaled, (here, there[0]))):
+        trace.see(Call(func, args, {}, [], {}))
+    kernel, copy, waits, own = trace.entries
+    assert isinstance(kernel, Operation)
+    assert isinstance(copy, OnHost)
+    assert isinstance(own, OnHost)
+    assert (copy.copies, copy.bytes, own.copies) == (True, 32, False)
+    assert waits == Order("read")
 
 
 def test_a_network_between_nodes_takes_longer_than_a_link_within_one() -> None:

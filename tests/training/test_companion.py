@@ -311,11 +311,11 @@ def test_only_a_run_writes_what_was_computed(chat: Path, tmp_path: Path) -> None
     assert not list(tmp_path.rglob("reference*"))
 
 
-def test_plan_counts_no_reference_that_is_computed_once(chat: Path) -> None:
+def test_a_reference_that_is_computed_once_has_no_parameters_to_plan_for(chat: Path) -> None:
     own, facts = [ParameterFacts("weight", (64, 64), 4, True)], DataFacts(40, None, vocabulary=1024, pairs=True)
-    sections = {"parallel": asking_for("fsdp", 4), "batch": {"global_size": 24, "micro_size": 2}}
-    asked = validate(config(chat, "dpo", objective=once("dpo"), **sections)).config
-    assert companion_facts(asked, facts, own, trust_remote_code=False) == []
+    for objective, has in ((once("dpo"), False), ({"kind": "dpo"}, True)):
+        asked = validate(config(chat, "dpo", objective=objective)).config
+        assert bool(companion_facts(asked, facts, own, trust_remote_code=False)) is has
 
 
 def test_numbers_of_samples_that_may_differ_in_each_epoch_are_refused() -> None:

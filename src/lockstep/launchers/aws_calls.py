@@ -83,7 +83,7 @@ def known_region(region: str | None, profile: str | None) -> str:
     """Return the region that is given, or the one of the AWS configuration. Raises ConfigError."""
     known = _session(profile, region).region_name
     if not known:
-        raise ConfigError("no AWS region is given; set AWS_DEFAULT_REGION, such as us-east-1, or give --region to a launch")
+        raise ConfigError("no AWS region is given; set AWS_DEFAULT_REGION, such as us-east-1, or --region of a launch")
     return str(known)
 
 

@@ -55,7 +55,7 @@ class Candidate:
         seconds, reserved: Of a step, and of the GPU's bytes; None: it wasn't simulated. Bounds of what wasn't taken
             further.
         fits: None: unknown.
-        why: Why it isn't the found one.
+        why: Why it isn't the found one; what that needs beside the GPU.
     """
 
     overlay: Mapping[str, Any]
@@ -108,12 +108,16 @@ def search(
     length = estimator.facts.tokens_per_sample or 0
     for name, config in _layouts(estimator.config, estimator.cluster, length, finder.seen):
         finder.look_at(name, config)
-    for name, config in _offloaded(estimator.config) if _on_gpus(estimator) else ():
-        if finder.best == float("inf"):
-            finder.look_at(name, config)
+    result = finder.result()
+    if result.best is None and _on_gpus(estimator):
+        finder.best = float("inf")  # the line of shallow models may have promised more
+        for name, config in _offloaded(estimator.config):
+            if finder.best == float("inf"):
+                finder.look_at(name, config)
+        result = finder.result()
     if not finder.seen:
         raise finder.refusal or ConfigError("no strategy can train this config")
-    return finder.result()
+    return result
 
 
 def _layouts(
@@ -124,9 +128,7 @@ def _layouts(
     Args:
         seen: The candidates so far, to which the search adds: what shards as one that was simulated is left out.
     """
-    written = config.parallel.model_dump(exclude_unset=True)
-    plain = {key: value for key, value in written.items() if key not in ("data", "shard", *_AXES)}
-    base = config.model_copy(update={"parallel": Parallel.model_validate(plain)})
+    base = _without_axes(config)
     ranks = cluster.ranks
     own = [each for each in strategies() if bool(each.combines.one_process) == (ranks == 1)]
     known = set[tuple[object, ...]]()
@@ -163,10 +165,17 @@ def _offloaded(config: Config) -> Iterator[tuple[str, Config]]:
     for strategy in strategies():
         last = strategy.variants[-1]
         for what, options in strategy.memory.offloading.items():
-            yield f"{last.name}, {what}", under(config, strategy, replace(last, options={**last.options, **options}))
+            both = replace(last, options={**last.options, **options})
+            yield f"{last.name}, {what}", under(_without_axes(config), strategy, both)
 
 
 _AXES = ("pipeline", "context", "tensor")
+
+
+def _without_axes(config: Config) -> Config:
+    written = config.parallel.model_dump(exclude_unset=True)
+    plain = {key: value for key, value in written.items() if key not in ("data", "shard", *_AXES)}
+    return config.model_copy(update={"parallel": Parallel.model_validate(plain)})
 
 
 def _with_parallel(config: Config, keys: Mapping[str, Any]) -> Config:
@@ -396,17 +405,19 @@ class _Search:
         others: list[Candidate] = []
         while waiting:
             waiting.sort(key=lambda pair: (not pair[1].fits, self._rank(pair[1])))
-            config, candidate = waiting.pop(0)
+            config, candidate = pair = waiting.pop(0)
             if best is None and candidate.fits and not candidate.why:
                 self.simulations += 1  # a deeper model may peak at another moment, above the line of shallow ones
                 peak, time = simulated(replace(self.estimator, config=config), config)
                 fits = self.estimator.fits(peak) and not (peak.reserved and peak.reserved.releases)
                 known = replace(candidate, seconds=time.seconds if time else None, reserved=taken(peak))
                 if fits:
-                    best, memory = known, StrategyMemory(candidate.layout, True, peak, True, time=time)
+                    memory = StrategyMemory(candidate.layout, True, peak, True, time=time)
                     plan = self.estimator.planned(config)
+                    best = replace(known, why=_on_host(config, plan))
                     continue
                 candidate = replace(known, fits=False)
+                self.seen[self.seen.index(pair)] = config, candidate
                 waiting += self._smaller(config, candidate)
             others.append(candidate)
         others += [candidate for _, candidate in self.seen if candidate.seconds is None]
@@ -435,6 +446,12 @@ class _Search:
         if self.goal == "memory":
             return f"takes {size((candidate.reserved or 0) - best.reserved)} more"
         return f"{candidate.seconds / best.seconds - 1:.0%} slower"
+
+
+def _on_host(config: Config, plan: Plan) -> str:
+    strategy = find_strategy(plan.strategy)
+    offloads = strategy.memory.offloads(strategy.options_of(config.parallel))
+    return f"and up to {size(plan.placement.total)} of the host's memory for each rank" if offloads else ""
 
 
 def simulated(estimator: Estimator, config: Config) -> tuple[Peak, StepTime | None]:
@@ -492,7 +509,7 @@ def describe(result: Found, goal: Goal) -> str:
     else:
         least = "takes the least memory" if goal == "memory" else "is the fastest that fits"
         head = f"{title(result.best)} {least}. Write this to a file, and name it after the recipe:\n\n"
-        head += "\n\n".join([as_yaml(result.best.overlay), *(result.plan.warnings if result.plan else ())])
+        head += as_yaml(result.best.overlay)
     rows: list[tuple[str, ...]] = [("config", "ms", "reserved", "")]
     best_of: dict[str, Candidate] = {}
     for candidate in result.candidates:
@@ -500,7 +517,8 @@ def describe(result: Found, goal: Goal) -> str:
     shown = [*([result.best] if result.best else []), *best_of.values()]
     for each in shown[: _SHOWN + 1] if result.best else shown:
         seconds = "" if each.seconds is None else f"{1000 * each.seconds:,.1f}"
-        rows.append((title(each), seconds, "" if each.reserved is None else size(each.reserved), each.why or "<-"))
+        marked = "<- " * (each is result.best) + each.why
+        rows.append((title(each), seconds, "" if each.reserved is None else size(each.reserved), marked.strip()))
     hidden = len(result.candidates) + bool(result.best) - len(rows) + 1
     lines = aligned(rows, left={0, 3})
     return "\n".join([head, "", *lines, f"{hidden} others; {result.simulations} simulations"])

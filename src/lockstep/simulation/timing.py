@@ -2,7 +2,7 @@
 
     operation    launch + max(FLOPs / (peak x reached for its shape), bytes / (bandwidth x reached))
                  on its stream, after the operation before it, and not before the host has issued it
-    on the host  bytes / bandwidth of PCIe, beside the streams, or of the host's memory, while the GPU waits
+    offloading   a copy: bytes / PCIe's, on its stream; the host's update: bytes / its memory's, then Python continues
     collective   steps from rank to rank + bytes / bandwidth of the slowest link; after the collective before it
     host         some microseconds for each operation; where it reads a value, it waits
 
@@ -77,6 +77,8 @@ class _Replay:
     collected: float = 0.0  # the end of the last asynchronous collective
     busy: Counter[Share] = field(default_factory=Counter)
     sent: float = 0.0
+    copied: float = 0.0  # between the host and the GPU
+    updating: float = 0.0  # of the host, in the optimizer's step
     computing: float = 0.0  # the end of the last operation
     waited: float = 0.0  # of streams that compute, for the host
     flops: float = 0.0
@@ -120,13 +122,16 @@ class _Replay:
     def _on_host(self, entry: OnHost, now: float) -> None:
         gpu = self.cluster.gpu
         if entry.copies:
-            self.host += _CALL
-            self.streams[entry.stream] = max(now, self.host) + _LAUNCH + entry.bytes / gpu.pcie
+            self.host += gpu.seconds.get("call", _CALL)
+            seconds = _LAUNCH + entry.bytes / gpu.pcie
+            self.copied += seconds
+            self.streams[entry.stream] = max(now, self.host) + seconds
             return
-        self.host += entry.bytes / gpu.host
+        seconds = entry.bytes / gpu.host
+        self.host += seconds
         if entry.in_optimizer:
-            self.busy["optimizer"] += entry.bytes / gpu.host
-            self.computing = self.host
+            self.updating += seconds
+            self.computing = max(self.computing, self.host)
 
     def _order(self, entry: Order, now: float) -> None:
         match entry.what:
@@ -155,17 +160,18 @@ def step_time(trace: StepTrace, cluster: GPUCluster, micro_batches: int, stages:
     replay = _Replay(cluster)
     replay.run(trace)
     in_trace, times = trace.micro_batches, replay.forwards
-    end, optimizer = max(replay.end, sum(replay.busy.values())), replay.busy["optimizer"]  # streams share the GPU
+    end = max(replay.end, sum(replay.busy.values()))  # streams share the GPU
+    optimizer = replay.busy["optimizer"] + replay.updating
     repeated = (end - optimizer) / in_trace if stages > 1 or len(times) < 2 else times[1] - times[0]
     more, bubble = micro_batches - in_trace, repeated * (stages - 1)
     seconds, scale = end + more * repeated + bubble, micro_batches / in_trace
     parts: dict[Share, float] = dict.fromkeys(SHARES, 0.0) | {"bubble": bubble}
     for part, busy in replay.busy.items():
-        parts[part] = busy * (1 if part == "optimizer" else scale)
+        parts[part] = optimizer if part == "optimizer" else busy * scale
     rest = max(0.0, seconds - sum(parts.values()))
     parts["host"] = min(rest, replay.waited * scale)
     exposed = rest - parts["host"]
-    hidden = max(0.0, replay.sent * scale - exposed)
+    hidden = max(0.0, replay.sent * scale - max(0.0, exposed - replay.copied * scale))
     parts["communication"] = exposed + _SLOWED * hidden
     seconds += _SLOWED * hidden
     flops = replay.flops * scale

@@ -36,7 +36,7 @@ _GATHERS = {aten.embedding, aten.index, aten.gather, aten.index_select, aten.nll
 """Operations that read as many elements of a tensor as they write."""
 _ADDED = {aten.addmm, aten.baddbmm}
 _AGAIN = 4 / 5  # of flash attention's backward: one of its five products computes the scores again
-_COPIES = {aten.copy_, aten._to_copy}
+_COPIES = {aten.copy_, aten._to_copy, aten._foreach_copy_}
 _WRITES = {aten.copy_, aten.fill_, aten.zero_, aten._foreach_copy_, aten._foreach_zero_}
 """Operations that don't read their first argument."""
 
@@ -137,7 +137,7 @@ class StepTrace:
     def see(self, call: Call) -> None:
         """Record an operation: a watcher of `Execution`."""
         func, args, kwargs, outputs, facts = call
-        places = {tensor.device.type for tensor in outputs or tensors_in(args)}
+        places = {tensor.device.type for tensor in outputs or tensors_in(args[:1])}
         if self._in_collective:
             return
         packet, stream = func._overloadpacket, self._stream()
@@ -165,9 +165,10 @@ class StepTrace:
         self.entries.append(operation._replace(stream=stream, part=part, model_flops=flops))
 
     def _see_host(self, call: Call, stream: int, *, copies: bool) -> None:
-        moved = _size(call.outputs) if copies else _bytes(call.func, call.args, call.kwargs, call.outputs)
+        func, args, kwargs, outputs, _ = call
+        moved = _size(outputs or tensors_in(args[0])) if copies else _bytes(func, args, kwargs, outputs)
         self.entries.append(OnHost(stream, copies, moved, self.in_optimizer))
-        if copies and not (call.kwargs.get("non_blocking") or call.args[2:] == (True,)):
+        if copies and not (kwargs.get("non_blocking") or args[2:] == (True,)):
             self.entries.append(Order("read", stream))
 
     def ordered(self, what: Literal["record", "wait", "read"], stream: device.Stream, event: device.Event) -> None:

@@ -1,13 +1,9 @@
 """The record of a strategy. Plan, mesh, feature table, `verify` and the docs' tables are folds over all of them.
 
-    Strategy      fsdp: options, how it is built, which axes it combines with
-      Variant     fsdp-grad-op: the options that select it, mesh, sharded state, bytes sent, refusals
-    Partition     pipeline-1f1b: how a model or its sequences are partitioned along one more axis of the mesh
-    RunLayout     pipeline-1f1b+fsdp: the partitions and the variant of one run
-
-Bytes sent are in units of (N - 1) / N on N ranks, as rings do it (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce
-algorithms for clusters of workstations", section 2): once what is gathered or scattered, twice what is all-reduced.
-Votes, norms, buffers, and activations between stages are not counted.
+Strategy      fsdp: options, how it is built, which axes it combines with
+  Variant     fsdp-grad-op: the options that select it, mesh, sharded state, refusals
+Partition     pipeline-1f1b: how a model or its sequences are partitioned along one more axis of the mesh
+RunLayout     pipeline-1f1b+fsdp: the partitions and the variant of one run
 """
 
 from __future__ import annotations

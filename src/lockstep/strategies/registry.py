@@ -21,7 +21,7 @@ from lockstep.strategies.deepspeed import STRATEGY as DEEPSPEED
 from lockstep.strategies.dp import STRATEGY as DP
 from lockstep.strategies.fsdp import STRATEGY as FSDP
 from lockstep.strategies.partitions import AXES, PARTITIONS, partitions_of
-from lockstep.strategies.record import MeshKind, Partition, RunLayout, Strategy, Variant
+from lockstep.strategies.record import MeshKind, Partition, RunLayout, Strategy
 from lockstep.strategies.single import STRATEGY as SINGLE
 
 if TYPE_CHECKING:
@@ -138,12 +138,6 @@ def written_name(strategy: Strategy) -> str:
 def uses_ranks(name: str) -> bool:
     """Return whether the strategy that `parallel.strategy` names uses a process group, even on one rank."""
     return name != AUTO and not find_strategy(name).combines.one_process
-
-
-def find_variant(name: str) -> tuple[Strategy, Variant]:
-    """Return the variant of this name and its strategy; it must be registered."""
-    pairs = ((strategy, variant) for strategy in strategies() for variant in strategy.variants)
-    return next(pair for pair in pairs if pair[1].name == name)
 
 
 # --- which strategies and partitions combine ------------------------------------------------------------------------
