@@ -135,10 +135,10 @@ def test_one_sample_of_a_rank_that_does_not_fit_is_checkpointed() -> None:
 
 
 def test_where_nothing_else_fits_the_optimizer_is_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, least = found_on(40, goal="memory", layers=1)
+    _, least = found_on(40, goal="memory")
     assert least.best is not None
     assert least.best.reserved is not None
-    own, found = found_on((least.best.reserved - 1) / 2**30, layers=1)
+    own, found = found_on((least.best.reserved - 1) / 2**30)
     assert found.best is not None
     assert found.plan is not None
     assert merged(own.config, found.best.overlay, tmp_path).parallel.deepspeed.offload_optimizer == "cpu"
@@ -177,6 +177,12 @@ def test_where_the_whole_model_takes_more_than_expected_a_smaller_micro_batch_is
     found = search(own)
     assert found.best == right
     assert any(each.seconds is not None and "too much" in each.why for each in found.candidates)
+
+
+def test_a_model_that_cannot_be_checkpointed_has_a_least_memory_too() -> None:
+    _, found = found_on(40, goal="memory", layers=1)
+    assert found.best is not None
+    assert (found.best.micro_size, found.best.checkpointing) == (1, "none")
 
 
 def test_what_fits_nowhere_is_shown_with_what_is_missing() -> None:

@@ -12,6 +12,7 @@ the found    is simulated whole, and the next one if it doesn't fit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -246,7 +247,10 @@ class _Search:
             modes = _modes(config, strategy.memory.saves_memory, strategy.section)
         try:
             if self.goal == "memory":
-                self._evaluate(name, modes[-1][1], 1)
+                for _, each in reversed(modes):  # a model without repeated blocks isn't checkpointed
+                    with suppress(ConfigError):
+                        self._evaluate(name, each, 1)
+                        break
             else:
                 self._modes(name, config, plan, modes)
                 if all(
