@@ -21,7 +21,8 @@ from lockstep.cli.main import main
 from lockstep.config.schema import Config
 from lockstep.core.errors import ConfigError
 from lockstep.models.build import parameter_facts, sketch_model
-from lockstep.simulation.estimate import Estimator, under
+from lockstep.plan.choosing import USABLE
+from lockstep.simulation.estimate import Estimator, estimator_of, under
 from lockstep.simulation.failing import Unpredictable
 from lockstep.simulation.memory import MemoryLedger, Peak, Watched, resizes_seen
 from lockstep.simulation.planning import describe_memory
@@ -169,6 +170,30 @@ def test_a_change_that_is_not_needed_is_left_out(monkeypatch: pytest.MonkeyPatch
     assert estimator(config, 4, 50).remedy(config) == (
         "it fits with memory.activation_checkpointing.mode: full and parallel.strategy: fsdp"
     )
+
+
+def test_an_activation_in_several_kernels_is_the_first_change() -> None:
+    """What is between them is kept for the backward."""
+    architecture = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256}
+    model = {"kind": "huggingface", "task": "causal-lm", "architecture": architecture}
+    config = decoder(model=model, batch={"global_size": 8, "micro_size": 8})
+    own = estimator_of(config, 1, None, NOTHING)
+    needed = own.peak(config).bytes
+    row = next(iter(replace(own, memory=int(0.96 * needed / USABLE)).estimates("planned")))
+    assert row.note == "it fits with model.architecture.activation_function: gelu_pytorch_tanh"
+    assert "activation_function: gelu_pytorch_tanh" in next(iter(own.estimates("planned"))).note
+    fused = {**architecture, "activation_function": "gelu_pytorch_tanh"}
+    assert not estimator_of(decoder(model={**model, "architecture": fused}), 1, None, NOTHING).fused
+
+
+def test_parameters_in_bf16_are_the_last_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peak(estimator: Estimator, config: Config) -> Peak:
+        return Peak(50 if config.parallel.fsdp.mixed_precision.param_dtype == "bf16" else 100, {})
+
+    monkeypatch.setattr(Estimator, "peak", peak)
+    config = decoder(launch={"device": "auto"}, parallel={"strategy": "fsdp"}, precision={"compute": "bf16"})
+    assert "param_dtype: bf16" in estimator(config, 4, 60).remedy(config)
+    assert "param_dtype" not in estimator(config, 4, 60).remedy(config.with_values(precision={"compute": "fp32"}))
 
 
 def test_a_module_of_the_user_is_left_as_it_is() -> None:

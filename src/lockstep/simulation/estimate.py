@@ -10,19 +10,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from unittest.mock import patch
 
 import torch
+from pydantic import BaseModel
 from torch import nn
 
 from lockstep.assembly.adapters import lower_frozen
 from lockstep.assembly.companion import companion_facts
 from lockstep.assembly.planning import data_facts
-from lockstep.config.schema import Parallel
+from lockstep.config.schema import HuggingFaceModel, Parallel
 from lockstep.core.errors import ConfigError
 from lockstep.core.formatting import size
 from lockstep.core.processes import in_forks, may_fork
@@ -59,6 +60,8 @@ Extent = Literal["all", "planned"]
 
 _MICRO_BATCHES = 2  # with more, an update takes longer and holds nothing more
 _STRATEGY = "parallel.strategy"
+_FUSED = {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
+"""Activations of transformers in several kernels, and the same function in one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,7 @@ class Estimator:
         companion: The parameters of a frozen second model.
         cluster: The GPUs that a step is timed for; None: it isn't.
         has_length: Whether the run's length is known; else its data has only the sizes of a step.
+        fused: Changes of the model's config that compute the same in fewer kernels, and save what lies between them.
     """
 
     config: Config
@@ -126,6 +130,7 @@ class Estimator:
     decision: Decision | None = None
     cluster: GPUCluster | None = None
     has_length: bool = True
+    fused: Mapping[str, object] = field(default_factory=dict)
 
     def estimates(self, extent: Extent = "all") -> Iterator[StrategyMemory]:
         """Yield the memory under the config's own strategy, then under the others that its ranks can have."""
@@ -187,6 +192,8 @@ class Estimator:
         note = refusal or (self.remedy(config) if planned and fits is False else "")
         if config.model.compile and not note:
             note = "of the model without torch.compile"
+        if self.fused and planned and not note:
+            note = f"{_shown(self.fused)} computes the same in fewer kernels, with less memory and time"
         time = None if self.cluster is None else self.time_of(config, traces, self.cluster)
         return StrategyMemory(name, planned, peak, fits, note, time=time)
 
@@ -251,14 +258,14 @@ class Estimator:
     def remedy(self, config: Config) -> str:
         """Return the changes that make the run fit: the cheapest ones that are enough together."""
         taken: dict[str, object] = {}
-        for change in _changes(config, self.planned(config)):
-            fits = self._fits_with(config, taken | change)
+        for change in _changes(config, self.planned(config), self.fused):
+            fits = self._fits_with(config, {**taken, **change})
             if fits is None:
                 continue
-            taken |= change
+            taken.update(change)
             if fits:
                 needed = self._needed(config, taken, change)
-                return f"it fits with {' and '.join(f'{key}: {value}' for key, value in needed.items())}"
+                return f"it fits with {_shown(needed)}"
         return "no change of micro-batch, activation checkpointing or strategy makes it fit; start more ranks"
 
     def _needed(self, config: Config, taken: Mapping[str, object], last: Mapping[str, object]) -> dict[str, object]:
@@ -315,8 +322,10 @@ def _shortened(config: Config, plan: Plan) -> Config:
     return config.with_values(batch=batch, run=length, data={"evaluation": {}}, model=model, parallel=parallel)
 
 
-def _changes(config: Config, plan: Plan) -> Iterator[dict[str, object]]:
+def _changes(config: Config, plan: Plan, fused: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
     size = plan.batch.micro_size
+    if fused:
+        yield fused
     if size > 1 or plan.batch.accumulation > 1:
         yield from _options_that_save(config, find_strategy(plan.strategy))
     while size > 1:
@@ -329,6 +338,9 @@ def _changes(config: Config, plan: Plan) -> Iterator[dict[str, object]]:
         yield {_STRATEGY: last.name}
         for option in _options_that_save(config, last):
             yield {_STRATEGY: last.name, **option}
+    strategy = last if plan.ranks > 1 else find_strategy(plan.strategy)
+    if config.precision.compute in ("auto", "bf16") and strategy.memory.rounds:
+        yield {f"parallel.{strategy.section}.{name}": value for name, value in strategy.memory.rounds.items()}
 
 
 def _options_that_save(config: Config, strategy: Strategy) -> Iterator[dict[str, object]]:
@@ -336,6 +348,10 @@ def _options_that_save(config: Config, strategy: Strategy) -> Iterator[dict[str,
     for name, value in strategy.memory.saves_memory.items():
         if getattr(options, name) != value:
             yield {f"parallel.{strategy.section}.{name}": value}
+
+
+def _shown(change: Mapping[str, object]) -> str:
+    return " and ".join(f"{key}: {value}" for key, value in change.items())
 
 
 def _with(config: Config, change: Mapping[str, object]) -> Config:
@@ -350,6 +366,8 @@ def _with(config: Config, change: Mapping[str, object]) -> Config:
 
 def _replaced(section: Any, path: Sequence[str], value: object) -> Any:
     name, *rest = path
+    if not isinstance(section, BaseModel):  # keys that transformers knows
+        return {**(section or {}), name: value}
     return section.model_copy(update={name: _replaced(getattr(section, name), rest, value) if rest else value})
 
 
@@ -380,4 +398,7 @@ def estimator_of(
     companion = companion_facts(config, facts, own, trust_remote_code=given.trust_remote_code)
     place = "cpu" if cluster is not None and cluster.gpu.device == "cpu" else device.NAME
     has_length = whole is not None or sizes is None
-    return Estimator(config, ranks, facts, own, given, memory, place, companion, None, cluster, has_length)
+    of_library = model is None and isinstance(config.model, HuggingFaceModel)
+    known = cast("Any", sketch).config.to_dict() if of_library else {}
+    fused = {f"model.architecture.{name}": _FUSED[value] for name, value in known.items() if value in [*_FUSED]}
+    return Estimator(config, ranks, facts, own, given, memory, place, companion, None, cluster, has_length, fused)

@@ -128,6 +128,7 @@ STRATEGY = Strategy(
         offloads=lambda options: options.cpu_offload,
         accumulates_whole=lambda options: options.reduce_every == "update",
         saves_memory={"reduce_every": "micro-batch"},
+        rounds={"mixed_precision.param_dtype": "bf16"},
         element_bytes=lambda options: (
             ELEMENT_BYTES.get(options.mixed_precision.param_dtype),
             ELEMENT_BYTES[options.mixed_precision.reduce_dtype],

@@ -170,6 +170,7 @@ class MemoryUse:
         offloading: Options that do: what is then on the host -> name -> value; the fast ones first.
         accumulates_whole: Whether, given the options, an update of several micro-batches keeps its gradients whole.
         saves_memory: Options that save memory in a step of several micro-batches: name -> value.
+        rounds: Options that save memory where the forward computes in bf16, and round: name -> value.
         element_bytes: Bytes of an element of what is gathered (None: as used), and reduced.
         in_fp32: Frozen parameters are in fp32, too.
     """
@@ -179,6 +180,7 @@ class MemoryUse:
     offloading: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     accumulates_whole: Callable[[Any], bool] = lambda options: False
     saves_memory: Mapping[str, str] = field(default_factory=dict)
+    rounds: Mapping[str, Any] = field(default_factory=dict)
     element_bytes: Callable[[Any], tuple[int | None, int]] = lambda options: (4, 4)
     in_fp32: bool = False
 
