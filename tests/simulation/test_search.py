@@ -255,7 +255,6 @@ def test_the_command_prints_an_overlay(tmp_path: Path) -> None:
         (("--gpus", "H100:8", "--nodes", "1-2"), "1,2,4"),
         (("--gpus", "H100:8,L4:8,L4:4", "--price", "2USD,1USD"), "3 GPUs"),
         (("--gpus", "H100:8,L4:8", "--price", "2USD,1EUR"), "one currency"),
-        (("--gpus", "H100:8", "--measure", "--modes", "all"), "--modes"),
         (("--gpus", "H100:8", "--search", "--peak", "planned"), "--peak"),
         (("--gpus", "H100:8", "--search", "--calibrate"), "--calibrate"),
         (("--calibrate", "--json"), "--json"),

@@ -142,7 +142,7 @@ _VERBS_OF_OTHER_TOOLS = {
     "resume continue": "lockstep train RUN resumes a run; --from and --fork begin from one",
     "save convert merge-weights push": "lockstep export RUN writes a model for other tools",
     "checkpoint checkpoints": "lockstep ckpt ls RUN lists them",
-    "memory": "lockstep plan RECIPE --measure --modes all measures ways to save memory",
+    "memory": "lockstep plan RECIPE shows the memory, and plan RECIPE --measure measures it",
     "estimate-memory dry-run": "lockstep plan shows a run without starting it",
     "tune sweep": "lockstep launch slurm --sweep KEY=A,B train RECIPE trains once for each value",
 }

@@ -1,4 +1,4 @@
-"""The verb `plan`: lockstep plan RECIPE --ranks N [--measure [--modes all]] [overrides]."""
+"""The verb `plan`: lockstep plan RECIPE --ranks N [--measure] [overrides]."""
 
 from __future__ import annotations
 
@@ -60,13 +60,11 @@ def prepare(arguments: Sequence[str]) -> Prepared:
     text = "measure this machine in some minutes, and write a file for --gpus FILE:N"
     parser.add_argument("--calibrate", action="store_true", help=text)
     parser.add_argument("--out", metavar="FILE", help="with --calibrate: the file; default calibrated.toml")
-    text = "with --measure: compare ways to save memory instead, such as none,full,selective"
-    parser.add_argument("--modes", metavar="all|A,B", help=text)
     args, overrides = parser.parse(arguments)
     _check(args)
     loaded, name = approved_config(args.config, overrides, trusted=args.trust_run)
     args.overrides = overrides
-    verbs = {"modes": _measure_modes, "search": _search, "compare": _compare, "calibrate": _calibrate}
+    verbs = {"search": _search, "compare": _compare, "calibrate": _calibrate}
     execute = next((run for flag, run in verbs.items() if getattr(args, flag)), _plan)
     execute = _on_each if len(args.clusters) > 1 else execute
     return Prepared(partial(execute, args, loaded, name), loaded.config, f"plan-{name}")
@@ -92,8 +90,6 @@ def _prices_at_aws(gpus: str) -> str:
 
 def _check(args: argparse.Namespace) -> None:
     """Read the clusters, and raise ConfigError for flags that don't go together."""
-    if args.modes and not args.measure:
-        raise ConfigError("--modes is for --measure: --measure --modes all")
     if args.out and not args.calibrate:
         raise ConfigError("--out is for --calibrate")
     if args.calibrate and (args.gpus or args.measure or args.json):
@@ -106,8 +102,6 @@ def _check(args: argparse.Namespace) -> None:
     args.clusters = [] if args.gpus is None else parse_clusters(args.gpus, args.nodes or "1", price)
     if args.goal == "cost" and args.price is None:
         raise ConfigError("--goal cost needs the price of a GPU for an hour, such as --price 2.5USD")
-    if args.clusters and args.modes:
-        raise ConfigError("--modes measures this machine; leave out --gpus")
     if args.search and args.peak != "all":
         raise ConfigError("--peak is not for --search, which simulates what may be the best")
     if len(args.clusters) > 1 and (args.compare or args.measure or args.peak == "none"):
@@ -131,19 +125,6 @@ def _calibrate(args: argparse.Namespace, loaded: LoadedConfig, _: str) -> int:
         raise ConfigError(f"--out {file}: it has to be a file, in a folder that exists")
     file.write_text(calibrate(loaded.config.launch))
     echo(f"{file} has this machine's speeds: {command_line('lockstep', 'plan', 'RECIPE', '--gpus', f'{file}:N')}")
-    return 0
-
-
-def _measure_modes(args: argparse.Namespace, loaded: LoadedConfig, _: str) -> int:
-    from lockstep.assembly.user_objects import refuse_given
-    from lockstep.simulation.planning import MODES_HEAD, measured_modes, mode_row
-
-    refuse_given(loaded)
-    rows: list[dict[str, Any]] = []
-    for row in measured_modes(loaded, args.modes, trust_remote_code=args.trust_remote_code):
-        rows.append(row)
-        echo(mode_row(row, rows[0]) if len(rows) > 1 else f"{MODES_HEAD}\n{mode_row(row, row)}", flush=True)
-    emit({"modes": rows})
     return 0
 
 

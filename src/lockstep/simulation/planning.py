@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,8 +21,6 @@ import torch
 from lockstep.assembly.deciding import cluster_of, decides
 from lockstep.assembly.planning import memory_here
 from lockstep.assembly.user_objects import Objects, UserObjects, user_objects
-from lockstep.config.training_sections import Memory
-from lockstep.core.closest import did_you_mean
 from lockstep.core.errors import ConfigError, OutOfMemory, Paused, RunFailed, Stopped
 from lockstep.core.formatting import aligned, size
 from lockstep.core.ranks import RankEnvironment
@@ -57,7 +54,6 @@ if TYPE_CHECKING:
     from lockstep.training.api import ConfigLike
 
 _MEASURED_UPDATES = 3
-_TIMED_UPDATES = 5
 _SHOWN = 1e-3  # fraction of a peak; a category with more has a column
 _LEAST_SHARE = 5e-3  # of a step; a part with more has a column
 _LARGE_NUMBER = 10_000  # shown without decimals
@@ -442,61 +438,17 @@ def measured_beside_predicted(loaded: LoadedConfig, *, trust_remote_code: bool) 
     if predicted is not None and estimator.memory is not None and predicted.bytes > estimator.memory:
         takes = f"a rank would take {size(predicted.bytes)}, and has {size(estimator.memory)} here"
         raise RunFailed(f"{takes}; measure fewer ranks, or a smaller model")
-    peak, held, _ = _measured(config, given, ranks)
+    peak, held = _measured(config, given, ranks)
     return MeasuredMemory(predicted, why, peak, held, ranks, on_cpu)
 
 
-MODES: Mapping[str, Mapping[str, Any]] = {
-    "none": {},
-    "full": {"activation_checkpointing": {"mode": "full"}},
-    "full-every-2": {"activation_checkpointing": {"mode": "full", "every": 2}},
-    "selective": {"activation_checkpointing": {"mode": "selective"}},
-    "loss-chunk": {"loss_chunk": 256},
-    "offload": {"activation_offload": "cpu"},
-    "full+offload": {"activation_checkpointing": {"mode": "full"}, "activation_offload": "cpu"},
-    "full+loss-chunk": {"activation_checkpointing": {"mode": "full"}, "loss_chunk": 256},
-}
-"""The section `memory` of each mode."""
-MODES_HEAD = "| mode | peak of a rank | of none's | ms an update | of none's |\n| --- | ---: | ---: | ---: | ---: |"
-
-
-def measured_modes(loaded: LoadedConfig, names: str, *, trust_remote_code: bool) -> Iterator[dict[str, Any]]:
-    """Measure each mode in new ranks of this machine; yield its peak (bytes) and the time of its fastest update.
-
-    Args:
-        names: separated by commas, or `all`; `none`, the baseline, is first.
-    """
-    chosen = list(MODES) if names == "all" else [name.strip() for name in names.split(",")]
-    for name in chosen:
-        if name not in MODES:
-            raise ConfigError(f"--modes: there is no mode {name!r}; {did_you_mean(name, MODES)}")
-    length = {"steps": _MEASURED_UPDATES + _TIMED_UPDATES, "samples": None, "tokens": None, "epochs": None}
-    given, ranks = UserObjects(trust_remote_code=trust_remote_code), choose_ranks(loaded.config.launch)
-    for name in dict.fromkeys(["none", *chosen]):
-        memory = {"memory": Memory.model_validate(MODES[name])}
-        config = loaded.config.with_values(run=length).model_copy(update=memory)
-        try:
-            peak, _, milliseconds = _measured(config, given, ranks, _TIMED_UPDATES)
-            yield {"mode": name, "peak": peak.bytes, "milliseconds": milliseconds, "why": ""}
-        except (ConfigError, OutOfMemory) as refusal:
-            yield {"mode": name, "peak": None, "milliseconds": None, "why": str(refusal)}
-
-
-def mode_row(row: Mapping[str, Any], none: Mapping[str, Any]) -> str:
-    """Return a row of the table below `MODES_HEAD`."""
-    if row["peak"] is None:
-        return f"| {row['mode']} | {row['why']} | | | |"
-    ratios = [f"{row[key] / none[key]:.2f}" if none[key] else "" for key in ("peak", "milliseconds")]
-    return f"| {row['mode']} | {size(row['peak'])} | {ratios[0]} | {row['milliseconds']:.1f} | {ratios[1]} |"
-
-
-def _measured(config: Config, given: UserObjects, ranks: int, timed: int = 0) -> tuple[Peak, int, float]:
-    """Run updates in new processes; return peak and held bytes of the rank that needs most, and ms of an update."""
+def _measured(config: Config, given: UserObjects, ranks: int) -> tuple[Peak, int]:
+    """Run updates in new processes; return peak and held bytes of the rank that needs most."""
     folder = Path(tempfile.mkdtemp(prefix="lockstep-plan-"))
     remove = partial(shutil.rmtree, folder, ignore_errors=True)
     try:
         with undo_on_stop(remove):
-            entry = partial(_measure_rank, config, given, timed, folder)
+            entry = partial(_measure_rank, config, given, folder)
             code = launch(entry, ranks, config.launch, None, own_process=True, preload=imports_ahead(config)).show()
             records = [json.loads(file.read_text()) for file in folder.glob("*.json")]
     finally:
@@ -508,8 +460,7 @@ def _measured(config: Config, given: UserObjects, ranks: int, timed: int = 0) ->
             raise OutOfMemory(record["refused"]) if record["memory"] else ConfigError(record["refused"])
     if len(records) < ranks:
         raise RunFailed(f"memory can't be measured: the ranks ended with exit code {code}")
-    measured = [(Peak(**record["peak"]), record["held"], record["milliseconds"]) for record in records]
-    return max(measured, key=lambda each: each[0].bytes)
+    return max(((Peak(**record["peak"]), record["held"]) for record in records), key=lambda each: each[0].bytes)
 
 
 def settled(config: Config, estimator: Estimator) -> Config:
@@ -518,33 +469,24 @@ def settled(config: Config, estimator: Estimator) -> Config:
     return config.with_values(parallel={"strategy": plan.strategy}, batch={"micro_size": plan.batch.micro_size})
 
 
-def _measure_rank(config: Config, given: UserObjects, timed: int, folder: Path) -> int:
+def _measure_rank(config: Config, given: UserObjects, folder: Path) -> int:
     record: dict[str, Any]
     rank = RankEnvironment.read(os.environ).rank
     try:
         with opened(config, given) as session:
-            record = _record(session, timed)
+            record = _record(session)
     except (ConfigError, OutOfMemory) as refusal:
         record = {"refused": str(refusal), "memory": isinstance(refusal, OutOfMemory)}
     (folder / f"{rank}.json").write_text(json.dumps(record))
     return 0
 
 
-def _record(session: Session, timed: int) -> dict[str, Any]:
-    """Return peak and held bytes of some updates, and the milliseconds of the fastest of `timed` further ones.
-
-    On the CPU that is processor time, without other processes'.
-    """
+def _record(session: Session) -> dict[str, Any]:
+    """Return peak and held bytes of some updates."""
     device = components_of(session).world.device
     ledger = MemoryLedger(device.type)
     with Watched(ledger), resizes_seen(ledger):
         run_updates(session, ledger, _MEASURED_UPDATES)
     on_cpu = device.type == "cpu"
     held = peak_memory(device) if on_cpu else torch.get_device_module(device).max_memory_reserved()
-    clock, times = (time.process_time if on_cpu else time.perf_counter), []
-    for batch in session.batches() if timed else ():
-        start = clock()
-        session.accumulate(batch)
-        session.commit().result()
-        times.append(clock() - start)
-    return {"peak": asdict(ledger.peak()), "held": held, "milliseconds": 1000 * min(times, default=0.0)}
+    return {"peak": asdict(ledger.peak()), "held": held}
