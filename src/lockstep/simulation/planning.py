@@ -487,6 +487,5 @@ def _record(session: Session) -> dict[str, Any]:
     ledger = MemoryLedger(device.type)
     with Watched(ledger), resizes_seen(ledger):
         run_updates(session, ledger, _MEASURED_UPDATES)
-    on_cpu = device.type == "cpu"
-    held = peak_memory(device) if on_cpu else torch.get_device_module(device).max_memory_reserved()
+    held = peak_memory(device) if device.type == "cpu" else torch.get_device_module(device).max_memory_reserved()
     return {"peak": asdict(ledger.peak()), "held": held}
