@@ -130,23 +130,40 @@ def plain(task: Task) -> None:
         dist.destroy_process_group()
 
 
+def config_of(work: Work, ranks: int, strategy: str | None) -> dict[str, Any]:
+    return {
+        "objective": {"kind": "next-token"},
+        "data": {"shuffle": False},
+        "batch": {"global_size": work.batch * ranks, "micro_size": work.batch},
+        "optim": {"lr": 3e-4, "weight_decay": WEIGHT_DECAY, "decay": "all", "clip_norm": CLIP_NORM},
+        "schedule": {"kind": "constant"},
+        "precision": {"compute": "bf16"},
+        "parallel": {"strategy": strategy or ("ddp" if ranks > 1 else "single")},
+        "run": {"steps": work.steps},
+    }
+
+
 def lockstep(task: Task, strategy: str | None = None) -> None:
     """`lockstep.train` with all that it does by default: guard, metrics.jsonl, TensorBoard, the run's folder."""
     import lockstep
 
-    config = {
-        "objective": {"kind": "next-token"},
-        "data": {"shuffle": False},
-        "batch": {"global_size": task.work.batch * ranks(), "micro_size": task.work.batch},
-        "optim": {"lr": 3e-4, "weight_decay": WEIGHT_DECAY, "decay": "all", "clip_norm": CLIP_NORM},
-        "schedule": {"kind": "constant"},
-        "precision": {"compute": "bf16"},
-        "parallel": {"strategy": strategy or ("ddp" if ranks() > 1 else "single")},
-        "launch": {"device": "cuda"},
-        "monitor": {"every": 10, "tensorboard": True, "progress": "none"},
-        "run": {"steps": task.work.steps, "folder": os.path.join(task.folder, "run")},
-    }
+    config = config_of(task.work, ranks(), strategy)
+    config["launch"] = {"device": "cuda"}
+    config["monitor"] = {"every": 10, "tensorboard": True, "progress": "none"}
+    config["run"]["folder"] = os.path.join(task.folder, "run")
     lockstep.train(config, model=task.model, train_dataset=TensorDataset(*task.data))
+
+
+def predicted(work: Work, gpu: str, ranks: int) -> dict[str, float]:
+    """Return the microseconds and bytes of Lockstep's step as `lockstep plan --gpus` predicts them, without a GPU."""
+    import lockstep
+
+    samples = torch.zeros(work.batch * ranks * work.steps, work.length, dtype=torch.long)
+    objects = {"model": work.module(), "train_dataset": TensorDataset(samples, samples)}
+    memory = lockstep.estimate(config_of(work, ranks, None), gpus=f"{gpu}:{ranks}", **objects).memory
+    assert memory.time is not None, memory.note
+    assert memory.peak is not None, memory.note
+    return {"microseconds": memory.time.seconds * 1e6, "bytes": float(memory.peak.bytes)}
 
 
 def lockstep_ddp(task: Task) -> None:

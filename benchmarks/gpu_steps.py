@@ -3,7 +3,8 @@
     python benchmarks/gpu_steps.py [--rounds 5] [--only host gpt2 gpt2-large]
 
 A rank on each GPU. All train the same decoder from the same weights with the same samples, bf16 autocast, fused AdamW
-and clipping at norm 1. Prints the tables and writes results/gpu_steps.json.
+and clipping at norm 1. A last row has what `lockstep plan --gpus` predicts for GPUs that it knows. Prints the
+tables and writes results/gpu_steps.json.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _setting(work: str, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    from gpu_loops import REFERENCE, WORKS
+    import torch
+    from gpu_loops import REFERENCE, WORKS, predicted
+
+    from lockstep.plan.gpus import known_gpu
 
     def run(name: str) -> Mapping[str, float]:
         return in_processes(__file__, ["--contestant", name, work], ranks, gpus=True)
@@ -75,7 +79,9 @@ def _setting(work: str, ranks: int, arguments: argparse.Namespace) -> dict[str, 
         }
         for name, rounds in runs.items()
     }
-    return {"title": WORKS[work].title, "rows": rows, "refused": refused}
+    gpu = known_gpu(torch.cuda.get_device_name(0))
+    plan = None if gpu is None else predicted(WORKS[work], gpu.name, ranks)
+    return {"title": WORKS[work].title, "rows": rows, "refused": refused, "predicted": plan}
 
 
 def table(results: Mapping[str, Any]) -> str:
@@ -101,6 +107,9 @@ def _rows(setting: Mapping[str, Any]) -> str:
                 f"{figures['loss'].median:.4f}",
             ]
         )
+    if plan := setting.get("predicted"):
+        figures = [f"{plan['microseconds']:,.0f}", "", "", f"{plan['bytes'] / 2**30:.2f}", ""]
+        lines.append(["Lockstep, as `plan` predicts it", *figures])
     lines += [[name, f"did not run: {why}", "", "", "", ""] for name, why in setting["refused"].items()]
     return markdown(["", "µs a step", "tokens/s", "time, times the plain loop's", "GiB allocated", "final loss"], lines)
 

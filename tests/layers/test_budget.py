@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from layers.law import SOURCE
 
-MOST_LINES = 83_111
+MOST_LINES = 83_103
 MOST_FILES = 487
 MOST_CODE = 50_627
 """Lines without docstrings, comments, blank lines and imports."""

@@ -102,10 +102,10 @@ def test_on_known_gpus_auto_takes_the_fastest_of_what_reserves_no_more_than_they
     for name in ("ddp", "fsdp"):
         for samples in (decision.micro_size, 64):
             values = {"parallel": {"strategy": name}, "batch": {"micro_size": samples}}
-            traces: list[Any] = []
-            peak = own.peak(config.with_values(**values), traces)
+            peak, time = own.simulated(config.with_values(**values))
             assert peak.reserved is not None
-            times[name, samples] = own.time_of(config.with_values(**values), traces, gpus).seconds
+            assert time is not None
+            times[name, samples] = time.seconds
             fits = peak.reserved.total <= 4 << 30
             assert fits == own.fits(peak) == (samples < 64)
             if (name, samples) == (decision.strategy, decision.micro_size):

@@ -33,7 +33,6 @@ from lockstep.simulation.search import (
     describe,
     overlay_of,
     search,
-    simulated,
 )
 from lockstep.simulation.timing import SHARES, StepTime
 
@@ -70,7 +69,7 @@ def test_the_found_config_is_the_fastest_and_fits(tmp_path: Path) -> None:
     assert best.reserved is not None
     assert best.reserved <= 40 << 30
     config = merged(own.config, best.overlay, tmp_path)
-    peak, step = simulated(replace(own, config=config), config)
+    peak, step = replace(own, config=config).simulated(config)
     assert (step.seconds, peak.reserved and peak.reserved.total) == (best.seconds, best.reserved), "train takes it"
     assert own.cluster is not None
     assert best.seconds <= 1.001 * own.step_time(own.config, own.cluster).seconds
@@ -208,13 +207,13 @@ def test_shallow_models_stand_for_the_whole_one(tmp_path: Path) -> None:
     own, found = found_on(8, layers=12)
     [other, *_] = [each for each in found.candidates if each.fits]
     whole = merged(own.config, other.overlay, tmp_path)
-    peak, step = simulated(replace(own, config=whole), whole)
+    peak, step = replace(own, config=whole).simulated(whole)
     assert peak.reserved is not None
     assert step.seconds == pytest.approx(other.seconds, rel=0.02)
     assert peak.reserved.total == pytest.approx(other.reserved, rel=0.03)
     assert found.best is not None
     best = merged(own.config, found.best.overlay, tmp_path)
-    exact, _ = simulated(replace(own, config=best), best)
+    exact, _ = replace(own, config=best).simulated(best)
     assert exact.reserved is not None
     assert found.best.reserved == exact.reserved.total, "the found one is simulated whole"
 

@@ -23,7 +23,7 @@ from torch import nn
 from lockstep.assembly.adapters import lower_frozen
 from lockstep.assembly.companion import companion_facts
 from lockstep.assembly.planning import data_facts
-from lockstep.config.schema import HuggingFaceModel, Parallel
+from lockstep.config.schema import Parallel
 from lockstep.core.errors import ConfigError
 from lockstep.core.formatting import size
 from lockstep.core.processes import in_forks, may_fork
@@ -173,16 +173,16 @@ class Estimator:
         return f"its {' and '.join(parts)} alone take{'s' * (len(parts) == 1)} {size(held)}"
 
     def _estimate(self, name: str, config: Config, *, planned: bool) -> StrategyMemory:
-        refusal, traces = "", list[StepTrace]()
+        refusal = ""
         try:
             try:
                 if not planned and (why := self.too_large(config)):
                     return StrategyMemory(name, planned, None, False, why)
-                peak = self.peak(config, traces)
+                peak, time = self.simulated(config)
             except ConfigError as error:  # a combination that was never tested has a peak, too
                 refusal = str(error).splitlines()[0]
                 config = config.with_values(run={"allow_untested": True})
-                peak = self.peak(config, traces)
+                peak, time = self.simulated(config)
         except ConfigError:
             return StrategyMemory(name, planned, None, None, refusal)
         except Unpredictable as error:
@@ -194,20 +194,21 @@ class Estimator:
             note = "of the model without torch.compile"
         if self.fused and planned and not note:
             note = f"{_shown(self.fused)} computes the same in fewer kernels, with less memory and time"
-        time = None if self.cluster is None else self.time_of(config, traces, self.cluster)
         return StrategyMemory(name, planned, peak, fits, note, time=time)
 
     def step_time(self, config: Config, cluster: GPUCluster) -> StepTime:
         """Return the time of a step on a cluster; raises as `peak` does."""
-        traces = list[StepTrace]()
-        replace(self, cluster=cluster).peak(config, traces)
-        return self.time_of(config, traces, cluster)
+        return cast("StepTime", replace(self, cluster=cluster).simulated(config)[1])
 
-    def time_of(self, config: Config, traces: Sequence[StepTrace], cluster: GPUCluster) -> StepTime:
-        """Return the time of a step on a cluster, from the work of each stage."""
+    def simulated(self, config: Config) -> tuple[Peak, StepTime | None]:
+        """Return the peak, and the time of a step if there is a cluster; raises as `peak` does."""
+        traces, cluster = list[StepTrace](), self.cluster
+        peak = self.peak(config, traces)
+        if cluster is None:
+            return peak, None
         accumulation = self.planned(config).batch.accumulation
         times = (step_time(trace, cluster, accumulation, stages=len(traces)) for trace in traces)
-        return max(times, key=lambda time: time.seconds)  # of the slowest stage
+        return peak, max(times, key=lambda time: time.seconds)  # of the slowest stage
 
     def peak(self, config: Config, traces: list[StepTrace] | None = None) -> Peak:
         """Return the peak of the rank that needs most, from a shortened run; raises ConfigError or Unpredictable.
@@ -324,8 +325,7 @@ def _shortened(config: Config, plan: Plan) -> Config:
 
 def _changes(config: Config, plan: Plan, fused: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
     size = plan.batch.micro_size
-    if fused:
-        yield fused
+    yield from [fused] * bool(fused)
     if size > 1 or plan.batch.accumulation > 1:
         yield from _options_that_save(config, find_strategy(plan.strategy))
     while size > 1:
@@ -398,7 +398,6 @@ def estimator_of(
     companion = companion_facts(config, facts, own, trust_remote_code=given.trust_remote_code)
     place = "cpu" if cluster is not None and cluster.gpu.device == "cpu" else device.NAME
     has_length = whole is not None or sizes is None
-    of_library = model is None and isinstance(config.model, HuggingFaceModel)
-    known = cast("Any", sketch).config.to_dict() if of_library else {}
+    known = cast("Any", sketch).config.to_dict() if model is None and config.model.kind == "huggingface" else {}
     fused = {f"model.architecture.{name}": _FUSED[value] for name, value in known.items() if value in [*_FUSED]}
     return Estimator(config, ranks, facts, own, given, memory, place, companion, None, cluster, has_length, fused)

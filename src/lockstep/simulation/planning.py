@@ -46,7 +46,6 @@ from lockstep.training.job import opened
 if TYPE_CHECKING:
     from lockstep.config.loading import LoadedConfig
     from lockstep.config.schema import Config
-    from lockstep.loop.session import Session
     from lockstep.plan.choosing import Decision
     from lockstep.plan.gpus import GPUCluster, Price
     from lockstep.plan.plan import Plan
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
 _MEASURED_UPDATES = 3
 _SHOWN = 1e-3  # fraction of a peak; a category with more has a column
 _LEAST_SHARE = 5e-3  # of a step; a part with more has a column
+_LEAST_SHOWN = 0.01  # kWh
 _LARGE_NUMBER = 10_000  # shown without decimals
 NO_LENGTH = "No hours and cost: the length of the run isn't known without its data; set run.steps or run.tokens."
 
@@ -230,13 +230,15 @@ def describe_clusters(rows: Sequence[ClusterRow], best: ClusterRow | None) -> st
     lines: list[tuple[str, ...]] = [("", "config", "ms", "reserved", *heads, "")]
     for row, record in zip(rows, records, strict=True):
         seconds, reserved = record.get("step_seconds"), record.get("reserved_bytes") or record.get("peak_bytes")
+        if row.price is not None and "cost" in record:
+            record["cost"] = row.price.text(record["cost"])
         lines.append(
             (
                 str(row.cluster),
                 row.config,
                 "" if seconds is None else f"{1000 * seconds:,.1f}",
                 "" if reserved is None else size(reserved),
-                *(_shown_cost(row.price, key, record.get(key)) for key in known),
+                *("" if record.get(key) is None else _shown_value(key, record[key]) for key in known),
                 f"{'<- ' if row is best else ''}{row.note}".rstrip(),
             )
         )
@@ -255,12 +257,6 @@ def describe_compared(columns: Mapping[str, RunEstimate]) -> str:
         lines.append((name, *(_shown_value(key, record.get(key)) for record in records)))
     unknown = [NO_LENGTH] if any(each.plan.steps is None for each in columns.values()) else []
     return "\n".join([*aligned(lines, left={0}), *unknown])
-
-
-def _shown_cost(price: Price | None, key: str, value: Any) -> str:
-    if value is None:
-        return ""
-    return price.text(value) if price is not None and key == "cost" else _shown_value(key, value)
 
 
 def _shown_value(key: str, value: Any) -> str:
@@ -360,7 +356,7 @@ def describe_time(rows: Sequence[StrategyMemory], cluster: GPUCluster, plan: Pla
     parts = [part for part in SHARES if any(step.parts[part] > _LEAST_SHARE * step.seconds for _, step in timed)]
     costs = ["hours"] * (plan.steps is not None) + ["cost"] * (plan.steps is not None and price is not None)
     head = ["step on", "ms", *parts, f"{'samples' if plan.tokens is None else 'tokens'}/s", "MFU", *costs, ""]
-    table = [[f"{head[0]} {cluster}", *head[1:]]]
+    table, more = [[f"{head[0]} {cluster}", *head[1:]]], list[str]()
     for row, step in timed:
         run = run_costs(step, plan, cluster, price)
         values = [f"{1000 * step.seconds:,.1f}", *(f"{step.parts[part] / step.seconds:.0%}" for part in parts)]
@@ -370,8 +366,15 @@ def describe_time(rows: Sequence[StrategyMemory], cluster: GPUCluster, plan: Pla
         values += [price.text(run["cost"])] if price is not None and "cost" in run else []
         marks = ["<-"] * row.planned + ["doesn't fit"] * (row.fits is False)
         table.append([row.name, *values, " ".join(marks)])
-    unknown = [NO_LENGTH] if plan.steps is None else []
-    return "\n".join([*aligned([tuple(line) for line in table], left={0}), *unknown])
+        more += _a_day(run) if row.planned else []
+    more += [NO_LENGTH] if plan.steps is None else []
+    return "\n".join([*aligned([tuple(line) for line in table], left={0}), *more])
+
+
+def _a_day(run: Mapping[str, float]) -> list[str]:
+    sentences = {"tokens_per_day": "{:,.0f} tokens a day", "kwh": "{:,.3g} kWh in all, at full power"}
+    known = [text.format(run[key]) for key, text in sentences.items() if run.get(key, 0.0) > _LEAST_SHOWN]
+    return [", ".join(known)] if known else []
 
 
 def run_costs(step: StepTime, plan: Plan, cluster: GPUCluster, price: Price | None) -> dict[str, float]:
@@ -379,6 +382,7 @@ def run_costs(step: StepTime, plan: Plan, cluster: GPUCluster, price: Price | No
     values = {"samples_per_second": plan.batch.global_size / step.seconds}
     if plan.tokens is not None and plan.samples:
         values["tokens_per_second"] = values["samples_per_second"] * plan.tokens / plan.samples
+        values["tokens_per_day"] = 86400 * values["tokens_per_second"]
     if plan.steps is not None:
         hours = plan.steps * step.seconds / 3600
         values["hours"] = hours
@@ -470,22 +474,20 @@ def settled(config: Config, estimator: Estimator) -> Config:
 
 
 def _measure_rank(config: Config, given: UserObjects, folder: Path) -> int:
+    """Write the peak and the held bytes of some updates, or why there are none."""
     record: dict[str, Any]
     rank = RankEnvironment.read(os.environ).rank
     try:
         with opened(config, given) as session:
-            record = _record(session)
+            device = components_of(session).world.device
+            ledger = MemoryLedger(device.type)
+            with Watched(ledger), resizes_seen(ledger):
+                run_updates(session, ledger, _MEASURED_UPDATES)
+            held = (
+                peak_memory(device) if device.type == "cpu" else torch.get_device_module(device).max_memory_reserved()
+            )
+            record = {"peak": asdict(ledger.peak()), "held": held}
     except (ConfigError, OutOfMemory) as refusal:
         record = {"refused": str(refusal), "memory": isinstance(refusal, OutOfMemory)}
     (folder / f"{rank}.json").write_text(json.dumps(record))
     return 0
-
-
-def _record(session: Session) -> dict[str, Any]:
-    """Return peak and held bytes of some updates."""
-    device = components_of(session).world.device
-    ledger = MemoryLedger(device.type)
-    with Watched(ledger), resizes_seen(ledger):
-        run_updates(session, ledger, _MEASURED_UPDATES)
-    held = peak_memory(device) if device.type == "cpu" else torch.get_device_module(device).max_memory_reserved()
-    return {"peak": asdict(ledger.peak()), "held": held}

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.plan.gpus import GPUCluster
     from lockstep.plan.plan import Plan
-    from lockstep.simulation.memory import Peak
-    from lockstep.simulation.timing import Share, StepTime
-    from lockstep.simulation.trace import StepTrace
+    from lockstep.simulation.timing import Share
 
 Goal = Literal["time", "cost", "memory"]
 
@@ -197,7 +195,7 @@ class _Step(NamedTuple):
 
 def _step_of(estimator: Estimator, config: Config) -> _Step:
     config = config.model_copy(update={"model": estimator.config.model})
-    peak, time = simulated(replace(estimator, config=config, memory=None), config)
+    peak, time = replace(estimator, config=config, memory=None).simulated(config)
     if time is None:  # on unknown devices fewer micro-batches are faster
         return _Step(float(estimator.planned(config).batch.accumulation), taken(peak), 0.0, 0.0)
     exposed, computing = (sum(time.parts[part] for part in of) for of in (_EXPOSED_PARTS, _COMPUTING))
@@ -412,7 +410,7 @@ class _Search:
             config, candidate = pair = waiting.pop(0)
             if best is None and candidate.fits and not candidate.why:
                 self.simulations += 1  # a deeper model may peak at another moment, above the line of shallow ones
-                peak, time = simulated(replace(self.estimator, config=config), config)
+                peak, time = replace(self.estimator, config=config).simulated(config)
                 fits = self.estimator.fits(peak) and not (peak.reserved and peak.reserved.releases)
                 known = replace(candidate, seconds=time.seconds if time else None, reserved=taken(peak))
                 if fits:
@@ -456,13 +454,6 @@ def _on_host(config: Config, plan: Plan) -> str:
     strategy = find_strategy(plan.strategy)
     offloads = strategy.memory.offloads(strategy.options_of(config.parallel))
     return f"and up to {size(plan.placement.total)} of the host's memory for each rank" if offloads else ""
-
-
-def simulated(estimator: Estimator, config: Config) -> tuple[Peak, StepTime | None]:
-    """Return the peak, and the time of a step if there is a cluster; a combination that was never tested has both."""
-    traces: list[StepTrace] = []
-    peak, cluster = estimator.peak(config, traces), estimator.cluster
-    return peak, None if cluster is None else estimator.time_of(config, traces, cluster)
 
 
 def _modes(config: Config, saves: Mapping[str, str], section: str) -> list[tuple[Config, Config]]:
