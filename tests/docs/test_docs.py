@@ -261,7 +261,7 @@ def test_plans_of_large_models_need_no_weights_and_no_data(
     monkeypatch.chdir(tmp_path)
     pages = [ROOT / name for name in ("README.md", "docs/memory.md", "docs/choosing.md", "docs/gpu-memory.md")]
     plans = {tuple(words) for page in pages for words in verb_lines(page) if words[0] == "plan" and "llama" in words[1]}
-    assert len(plans) == 3
+    assert len(plans) == 4
     for words in sorted(plans):
         assert main([*words, "--peak", "none"]) == 0
     shown = capsys.readouterr().out
