@@ -184,6 +184,17 @@ def test_a_model_that_cannot_be_checkpointed_has_a_least_memory_too() -> None:
     assert (found.best.micro_size, found.best.checkpointing) == (1, "none")
 
 
+def test_what_takes_least_is_found_where_it_alone_fits() -> None:
+    """Without checkpointing, casts of weights wait for the backward: the line of that mode isn't that of the others."""
+    config = large(1, "auto", model=sized(6), memory={"loss_chunk": 64})
+    least = search(estimator(config, cluster(per_node=1)), "memory").best
+    assert least is not None
+    assert least.reserved is not None
+    found = search(estimator(config, cluster(per_node=1, memory=least.reserved)))
+    assert found.best is not None
+    assert (found.best.layout, found.best.checkpointing, found.best.micro_size) == ("single", "full", 1)
+
+
 def test_what_fits_nowhere_is_shown_with_what_is_missing() -> None:
     _, found = found_on(0.3)
     assert found.best is None

@@ -283,7 +283,7 @@ class _Search:
         share, state, strategy = plan.batch.micro_size, plan.placement.total, find_strategy(plan.strategy)
         is_plain = plan.mesh.pieces * plan.mesh.context == 1
         is_plain = is_plain and not strategy.memory.offloads(strategy.options_of(config.parallel))
-        fixed: float | None = None
+        fixed: dict[bool, float] = {}  # where nothing is computed again, casts of weights wait for the backward
         reached = 0
         exposed = 0.0  # in the largest micro-batches; smaller ones communicate no less
         for plain, config in modes:
@@ -303,11 +303,11 @@ class _Search:
                     continue
                 if plain.batch.micro_size != AUTO:
                     return
-                if fixed is None:  # by what saves most beside the mode: with one micro-batch, nothing is accumulated
+                if (again := mode != "none") not in fixed:  # with what saves most beside the mode: nothing accumulates
                     saving = [each for first, each in modes if first == plain][-1]
                     least = self._evaluate(name, saving, 1).reserved
-                    fixed = least - (whole.reserved - least) / (share - 1)
-                line = fixed - state, (whole.reserved - fixed) / share
+                    fixed[again] = least - (whole.reserved - least) / (share - 1)
+                line = fixed[again] - state, (whole.reserved - fixed[again]) / share
                 if is_plain:
                     self._lines[mode, sharded] = line
             most = (self.memory - state - line[0]) / max(line[1], 1.0)
