@@ -92,12 +92,18 @@ class Row:
 TITAN = "FSDP, micro-batch 2, selective"
 ROWS = (
     Row("Llama 2 7B", 8, 128, published="data parallel, micro-batch 1: 16,634 in FP8 (NeMo)"),
+    Row("Llama 2 7B", 64, 512),
+    Row("Llama 2 7B", 1024, 4096),
     Row("Llama 2 13B", 8, 128),
     Row("Llama 2 13B", 16, 128, published="pipeline 4, micro-batch 1: 8,715 in FP8 (NeMo)"),
     Row("Llama 2 13B", 64, 512),
+    Row("Llama 2 13B", 1024, 4096),
+    Row("Llama 2 70B", 8, 128),
     Row("Llama 2 70B", 64, 128, published="tensor 4 x pipeline 4, micro-batch 1: 1,717 in FP8 (NeMo)"),
     Row("Llama 2 70B", 1024, 1024),
+    Row("Mixtral 8x7B", 8, 128),
     Row("Mixtral 8x7B", 64, 256),
+    Row("Mixtral 8x7B", 1024, 4096),
     Row("Llama 3.1 8B", 8, 16, 8192, f"{TITAN}: 5,762 (torchtitan)", titan=True),
     Row("Llama 3.1 8B", 128, 256, 8192, f"{TITAN}: 5,605 (torchtitan)", titan=True),
     Row("Llama 3.1 70B", 256, 512, 8192, "FSDP 32 x tensor 8, full: 829 in FP8, compiled (torchtitan)", titan=True),
