@@ -1,6 +1,6 @@
 """What `plan --search` finds for Llama and Mixtral on 8 to 1,024 H100s, how long it takes, and what others published.
 
-python benchmarks/plan_search.py                  all rows, without a GPU; ten minutes
+python benchmarks/plan_search.py                  all rows, without a GPU; twenty minutes
 python benchmarks/plan_search.py --only "70B"     rows whose name contains a text
 
 Published: torchtitan's benchmarks/llama3_h100_202412_torchtitan.md (bf16, eager, or as noted; H100 of 96 GB with 2.4
